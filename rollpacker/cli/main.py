@@ -1,0 +1,31 @@
+"""`rollpacker`: one sub-command, one file. A user's mistake is one paragraph on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rollpacker import __version__
+from rollpacker.cli import train
+from rollpacker.config import ConfigError
+
+_COMMANDS = {"train": train}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and run the command; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="rollpacker", description="Fast, exact, synchronous RL post-training of language models."
+    )
+    parser.add_argument("--version", action="version", version=f"rollpacker {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.HELP))
+    arguments = parser.parse_args(argv)
+    try:
+        return int(_COMMANDS[arguments.command].run(arguments))
+    except ConfigError as error:
+        if arguments.debug:
+            raise
+        sys.stderr.write(f"rollpacker {arguments.command}: {error}\n")
+        return 2

@@ -1,0 +1,126 @@
+"""`rollpacker train`: under mpirun or srun, or alone with one rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollpacker.config import Config, ConfigError
+from rollpacker.config_file import load_config, to_yaml
+
+if TYPE_CHECKING:
+    from rollpacker.comm.world import World
+    from rollpacker.runtime.worker import Checked, Worker
+
+HELP = "Train a model by GRPO, one MPI rank per GPU (mpirun -n N rollpacker train CONFIG, srun, or alone)."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/demo_cpu.yaml")
+    parser.add_argument(
+        "overrides", metavar="section.key=value", nargs="*", help="override a key, for example rollout.n=4"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check config, model, data and shapes, say what would run, and stop"
+    )
+    parser.add_argument("--debug", action="store_true", help="show a traceback for configuration errors too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check everything on every rank, then train."""
+    _prepare_process()
+    from rollpacker.reward.scheduler import start_forkserver
+
+    start_forkserver()  # before MPI_Init: forking afterwards is unsafe on InfiniBand
+    from rollpacker.comm.world import join_world
+    from rollpacker.runtime.worker import Worker, check
+
+    world = join_world()
+    try:
+        config = world.agree(lambda: load_config(arguments.config, arguments.overrides))
+        checked = world.agree(lambda: check(config, world))
+        if arguments.dry_run:
+            if world.rank == 0:
+                sys.stdout.write(_describe(config, checked, world))
+            if checked.rewards is not None:
+                checked.rewards.close()
+            return 0
+        worker = Worker(config, world, checked)
+        return _train(worker)
+    except ConfigError as error:
+        if world.rank == 0 or arguments.debug:
+            raise
+        del error
+        return 2
+
+
+def _prepare_process() -> None:
+    """One OpenMP thread per rank, and silence from libraries that talk to users about themselves; before torch loads."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
+    import warnings
+
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def _train(worker: Worker) -> int:
+    from rollpacker.loop import run as run_loop
+
+    config, display = worker.config, worker.display
+    start = time.monotonic()
+    if display is not None:
+        if worker.moved_aside is not None:
+            display.note(f"an earlier run was moved to {worker.moved_aside}")
+        display.start()
+    try:
+        num_steps = run_loop(worker.checked.total_steps, worker.controller, worker.backend)
+        exported = worker.export_model(num_steps) if config.trainer.save_freq != 0 and num_steps else None
+    finally:
+        worker.close()
+    if display is not None:
+        display.finish(_summary(worker, num_steps, time.monotonic() - start, exported))
+    return 0
+
+
+def _summary(worker: Worker, num_steps: int, seconds: float, exported: Path | None) -> dict[str, str]:
+    run_dir = worker.run_dir
+    rows = {
+        "steps": f"{num_steps} in {seconds:.0f} s",
+        "metrics": str(run_dir / "metrics.jsonl"),
+        "samples": str(run_dir / "samples.jsonl"),
+    }
+    if worker.config.profiler.trace:
+        rows["trace"] = f"{run_dir / 'events.trace.json'} (open in ui.perfetto.dev)"
+    if "tensorboard" in worker.config.trainer.logger:
+        rows["tensorboard"] = f"tensorboard --logdir {run_dir / 'tensorboard'}"
+    if worker.config.trainer.rollout_data_dir:
+        rows["rollouts"] = worker.config.trainer.rollout_data_dir
+    if exported is not None:
+        rows["model"] = str(exported)
+    return rows
+
+
+def _describe(config: Config, checked: Checked, world: World) -> str:
+    """What a dry run prints: the resolved config, then the facts that were checked."""
+    training, rollout, shape = config.training, config.rollout, checked.shape
+    model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size
+    facts = [
+        f"model     {config.model.path}: {shape.architecture}, {shape.num_parameters() / 1e6:.1f} M parameters",
+        f"prompts   {len(checked.dataset.examples)} usable, {checked.dataset.num_overlong} over "
+        f"data.max_prompt_length left out",
+        f"ranks     {world.size} on {checked.platform.name}",
+        f"training  TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size} x "
+        f"DP {world.size // model_ranks}, {training.dtype}",
+        f"rollout   TP {rollout.tensor_model_parallel_size} x "
+        f"{world.size // rollout.tensor_model_parallel_size} replica(s)",
+        f"steps     {checked.total_steps} of {config.data.train_batch_size} prompts x {rollout.n} responses",
+        f"output    {config.trainer.default_local_dir}",
+    ]
+    return to_yaml(config) + "\n" + "\n".join(facts) + "\nThe config is good; nothing was started or written.\n"

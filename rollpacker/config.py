@@ -1,0 +1,255 @@
+"""The configuration: nested dataclasses whose field metadata explain every key. Section and leaf names follow verl.
+
+YAML in, resolved YAML out. An unknown key is an error that names the nearest known one. This module needs only the
+standard library and PyYAML, so that a login node without torch or MPI can check a config.
+Reading and writing files is `config_file.py`; checks that span keys are in `validate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A user's mistake: shown as one paragraph, exit code 2, no traceback."""
+
+
+def key(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:  # noqa: A002
+    """Declare a config key: its default, one sentence of help with the unit, and the values it admits."""
+    metadata = {"help": help, "choices": choices}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = key("", "Hugging Face model folder: config.json, safetensors, tokenizer.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train_files: list[str] = key([], "Prompt files (.jsonl); relative paths start at the working directory.")
+    train_batch_size: int = key(128, "Prompts per optimizer step (P0 of the paper).")
+    max_prompt_length: int = key(1024, "Longest prompt, in tokens; longer ones are left out and counted.")
+    max_response_length: int = key(8192, "Length cap of a response, in tokens.")
+    shuffle: bool = key(True, "Shuffle the prompts anew in each epoch.")
+    seed: int | None = key(None, "Seed of the prompt order; null = trainer.seed.")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    n: int = key(8, "Responses per prompt (R0 of the paper): the group size.")
+    temperature: float = key(1.0, "Sampling temperature; the train log-probs use the same.")
+    top_p: float = key(1.0, "Nucleus sampling; below 1 needs a mismatch correction.")
+    top_k: int = key(-1, "Top-k sampling; -1 = off; above 0 needs a mismatch correction.")
+    tensor_model_parallel_size: int = key(1, "Tensor-parallel ranks of one vLLM engine; the rest are replicas.")
+    gpu_memory_utilization: float = key(0.5, "Share of the GPU's memory that vLLM may fill (CUDA only).")
+    kv_cache_gib: int = key(1, "Size of the KV cache in GiB (CPU only).")
+    max_num_seqs: int = key(256, "Most requests that one engine decodes at a time.")
+    max_num_batched_tokens: int | None = key(None, "Most tokens in one engine step; null = vLLM's choice.")
+    enforce_eager: bool = key(False, "Do not capture CUDA graphs (CPU runs never do).")
+    dtype: str = key("auto", "Engine weights and activations; auto = training.dtype.", ("auto", "fp32", "bf16"))
+    quantum_ms: float = key(50.0, "Time between two event exchanges, in milliseconds.")
+    replay: str | None = key(None, "Train on this dump (trainer.rollout_data_dir of a run) instead of generating.")
+
+
+@dataclass(frozen=True)
+class TailBatchingConfig:
+    mode: str = key("off", "off = plain synchronous rollout.", ("off",))
+
+
+@dataclass(frozen=True)
+class PlannerConfig:
+    policy: str = key("fixed", "fixed = rollout.tensor_model_parallel_size in every step.", ("fixed",))
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    verifier: str = key("math", "exact = the answer as text; math = math-verify.", ("exact", "math"))
+    function: str | None = key(None, "A reward function of your own, path.py:name; replaces the verifier.")
+    num_workers: int = key(1, "Processes per replica that score responses while the rollout goes on.")
+    timeout_s: float = key(2.0, "Longest time one score may take, in seconds; more costs that sample (score 0).")
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    refit: str = key("golden", "Train to rollout weights: golden = gather, load by Hugging Face names.", ("golden",))
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    adv_estimator: str = key("grpo", "Advantage estimator.", ("grpo", "dr_grpo"))
+    norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO's advantages by the group's standard deviation.")
+    loss: str = key("ppo_clip", "Per-token policy loss.", ("ppo_clip",))
+    loss_agg_mode: str = key(
+        "token-mean",
+        "How per-token losses become one number, over the whole step's counts.",
+        ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    )
+    clip_ratio_low: float = key(0.2, "The ratio is clipped below at 1 - this.")
+    clip_ratio_high: float = key(0.2, "The ratio is clipped above at 1 + this.")
+    clip_ratio_c: float | None = key(3.0, "Dual clip: bound of the loss where the advantage is negative; null = off.")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    tensor_model_parallel_size: int = key(1, "Tensor-parallel ranks of one training replica.")
+    pipeline_model_parallel_size: int = key(1, "Pipeline stages of one training replica.")
+    context_parallel_size: int = key(1, "Context-parallel ranks; only 1 in this version.", (1,))
+    sequence_parallel: bool = key(False, "Megatron's sequence parallelism (needs transformer-engine).")
+    attention_backend: str = key("auto", "te = transformer-engine, sdpa = torch.", ("auto", "te", "sdpa"))
+    use_distributed_optimizer: bool = key(True, "Shard the optimizer state over the data-parallel ranks.")
+    dtype: str = key("bf16", "Parameters and activations; gradients and optimizer stay fp32.", ("fp32", "bf16"))
+    micro_batch_size: int | None = key(None, "Sequences per micro-batch; null = as many as the token budget admits.")
+    max_tokens_per_gpu: int = key(16384, "Padded tokens in one micro-batch.")
+    recompute_granularity: str | None = key(None, "Activation recompute; full = every layer.", (None, "full"))
+    lr: float = key(1e-6, "Peak learning rate.")
+    min_lr: float = key(0.0, "Learning rate at the end of the decay.")
+    lr_decay_style: str = key("constant", "Shape of the decay.", ("constant", "linear", "cosine"))
+    lr_warmup_steps: int = key(0, "Optimizer steps of linear warm-up.")
+    weight_decay: float = key(0.01, "Decoupled weight decay.")
+    adam_beta1: float = key(0.9, "Adam's first-moment decay.")
+    adam_beta2: float = key(0.999, "Adam's second-moment decay.")
+    adam_eps: float = key(1e-8, "Adam's epsilon.")
+    clip_grad: float = key(1.0, "Global gradient norm is clipped to this; 0 = off.")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    total_epochs: int = key(1, "Passes over the prompts.")
+    total_training_steps: int | None = key(None, "Hard cap on optimizer steps; overrides total_epochs.")
+    default_local_dir: str = key("outputs/run", "Run directory; an earlier run there is moved aside.")
+    rollout_data_dir: str | None = key(None, "Dump each round's samples here, for rollout.replay.")
+    save_freq: int = key(-1, "Export the model every so many steps; -1 = at the end only, 0 = never.")
+    logger: list[str] = key(["console", "tensorboard"], "Where metrics go besides metrics.jsonl.")
+    project_name: str = key("rollpacker", "Name shown by loggers.")
+    experiment_name: str = key("run", "Name shown by loggers.")
+    seed: int = key(0, "Seed of everything that is drawn.")
+    deterministic: bool = key(False, "Virtual time, fixed quanta: the same metrics twice for the same seed.")
+    device: str = key("auto", "What the ranks run on.", ("auto", "cpu", "cuda"))
+    collective_timeout_s: float = key(1800.0, "A collective that waits longer ends the job.")
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    trace: bool = key(True, "Write events.trace.json (open it in Perfetto).")
+    nvtx: bool = key(False, "Mark stages with NVTX ranges for Nsight Systems (CUDA only).")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+
+
+# Values below these bounds are mistakes wherever they stand; everything else is checked in `validate`.
+_AT_LEAST: dict[str, float] = {
+    "data.train_batch_size": 1,
+    "data.max_prompt_length": 1,
+    "data.max_response_length": 1,
+    "rollout.n": 1,
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.max_num_seqs": 1,
+    "rollout.quantum_ms": 1,
+    "reward.num_workers": 1,
+    "reward.timeout_s": 0.01,
+    "algorithm.clip_ratio_low": 0,
+    "algorithm.clip_ratio_high": 0,
+    "training.tensor_model_parallel_size": 1,
+    "training.pipeline_model_parallel_size": 1,
+    "training.micro_batch_size": 1,
+    "training.max_tokens_per_gpu": 1,
+    "training.lr": 0,
+    "training.min_lr": 0,
+    "training.lr_warmup_steps": 0,
+    "training.clip_grad": 0,
+    "trainer.total_epochs": 1,
+    "trainer.total_training_steps": 1,
+    "trainer.save_freq": -1,
+    "trainer.collective_timeout_s": 1,
+}
+_LOGGERS = ("console", "tensorboard")
+
+
+def validate(config: Config) -> None:
+    """Refuse what no machine could run: values out of range and keys that contradict each other."""
+    for dotted, bound in _AT_LEAST.items():
+        section, leaf = dotted.split(".")
+        value = getattr(getattr(config, section), leaf)
+        if value is not None and value < bound:
+            raise ConfigError(f"{dotted}={value}: must be at least {bound:g}.")
+    if not config.model.path:
+        raise ConfigError("model.path is not set: name the Hugging Face folder of the model to train.")
+    if not config.data.train_files:
+        raise ConfigError("data.train_files is empty: name at least one .jsonl file of prompts.")
+    for logger in config.trainer.logger:
+        if logger not in _LOGGERS:
+            raise ConfigError(f"trainer.logger holds {logger!r}: known loggers are {', '.join(_LOGGERS)}.")
+    _validate_sampling(config)
+    _validate_batching(config)
+
+
+def _validate_sampling(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.temperature <= 0:
+        raise ConfigError(
+            f"rollout.temperature={rollout.temperature:g}: must be above 0. Greedy responses are all alike, so a "
+            "group has no advantage to learn from; use a temperature near 1."
+        )
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        raise ConfigError(
+            f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: truncated sampling needs a mismatch "
+            "correction (tis or mis), which this version does not have; set top_p=1 and top_k=-1."
+        )
+    if config.rollout.n < 2:
+        raise ConfigError(
+            f"rollout.n={rollout.n} with algorithm.adv_estimator={config.algorithm.adv_estimator}: a group of one "
+            "has no advantage (it is compared with itself); set rollout.n to 2 or more."
+        )
+
+
+def _validate_batching(config: Config) -> None:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if config.training.max_tokens_per_gpu < longest:
+        raise ConfigError(
+            f"training.max_tokens_per_gpu={config.training.max_tokens_per_gpu} is below data.max_prompt_length + "
+            f"data.max_response_length = {config.data.max_prompt_length} + {config.data.max_response_length} = "
+            f"{longest}: one full sequence would not fit a micro-batch. Raise it, or lower the lengths."
+        )
+    if config.training.sequence_parallel:
+        raise ConfigError("training.sequence_parallel=true is not in this version; set it to false.")
+    if config.training.min_lr > config.training.lr:
+        raise ConfigError(f"training.min_lr={config.training.min_lr:g} is above training.lr={config.training.lr:g}.")
+
+
+def check_parallel_shape(config: Config, world_size: int) -> None:
+    """Refuse parallel sizes that do not tile `world_size` ranks, with the equation that fails."""
+    training, rollout = config.training, config.rollout
+    model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size
+    equation = (
+        f"training.tensor_model_parallel_size x pipeline_model_parallel_size = "
+        f"{training.tensor_model_parallel_size} x {training.pipeline_model_parallel_size} = {model_ranks}"
+    )
+    if world_size % model_ranks:
+        raise ConfigError(
+            f"{equation} does not divide the {world_size} rank(s) of this job. Start the job with a multiple of "
+            f"{model_ranks} ranks (mpirun -n {model_ranks} ...), or lower the training sizes."
+        )
+    if world_size % rollout.tensor_model_parallel_size:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not divide the {world_size} "
+            f"rank(s) of this job. Start it with a multiple of {rollout.tensor_model_parallel_size} ranks, or lower it."
+        )

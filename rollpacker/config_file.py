@@ -1,0 +1,146 @@
+"""YAML and `section.key=value` in, a `Config` out, and back: typed, with the nearest key named for a misspelt one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollpacker.config import Config, ConfigError, validate
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice; YAML would silently keep the last."""
+
+
+def _mapping_without_duplicates(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        name = loader.construct_object(key_node)
+        if name in seen:
+            raise ConfigError(f"key {name!r} stands twice, in lines {seen[name]} and {key_node.start_mark.line + 1}.")
+        seen[name] = key_node.start_mark.line + 1
+    return loader.construct_mapping(node, deep=True)
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
+
+
+def load_config(path: str, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides, check everything that needs no machine."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        tree = yaml.load(text, _StrictLoader) or {}  # noqa: S506 (a SafeLoader)
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file: {error.reason} at byte {error.start}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected sections (model:, data:, ...), found a {type(tree).__name__}.")
+    for override in overrides or []:
+        _apply_override(tree, override)
+    config = _build(Config, tree, "")
+    validate(config)
+    return config
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    parts = dotted.strip().split(".")
+    if not equals or len(parts) != 2 or not all(parts):
+        raise ConfigError(f"override {override!r}: write section.key=value, for example rollout.n=4.")
+    try:
+        value = yaml.load(text, _StrictLoader) if text else None  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML.") from error
+    section = tree.setdefault(parts[0], {})
+    if section is None:
+        section = tree[parts[0]] = {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"{parts[0]}: expected keys below it, found {section!r}.")
+    section[parts[1]] = value
+
+
+def _build(cls: type, tree: dict[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in fields:
+            raise ConfigError(_unknown_key(f"{prefix}{name}", prefix, list(fields)))
+        if dataclasses.is_dataclass(hints[name]):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{prefix}{name}: expected keys below it, found {value!r}.")
+            values[name] = _build(typing.cast(type, hints[name]), value, f"{prefix}{name}.")
+        else:
+            values[name] = _coerce(f"{prefix}{name}", value, hints[name], fields[name].metadata.get("choices"))
+    return cls(**values)
+
+
+def _unknown_key(dotted: str, prefix: str, known: list[str]) -> str:
+    everything = {f"{s.name}.{k.name}" for s in dataclasses.fields(Config) for k in _section_fields(s.name)}
+    near = difflib.get_close_matches(dotted.rsplit(".", 1)[-1], known, n=1, cutoff=0.6)
+    same_leaf = [k for k in sorted(everything) if k.rsplit(".", 1)[-1] == dotted.rsplit(".", 1)[-1]]
+    if near:
+        hint = f"Did you mean {prefix}{near[0]}?"
+    elif same_leaf:
+        hint = f"Did you mean {same_leaf[0]}?"
+    else:
+        hint = f"Known here: {', '.join(known)}."
+    return f"unknown key {dotted}. {hint}"
+
+
+def _section_fields(section: str) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(typing.get_type_hints(Config)[section])
+
+
+def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None) -> Any:
+    """Turn a YAML value into the declared type, or say what was expected."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    if typing.get_origin(hint) is list:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(i, str) for i in items):
+            raise ConfigError(f"{dotted}={value!r}: expected a list of strings.")
+        return items
+    result = _scalar(dotted, value, hint)
+    if choices is not None and result not in choices:
+        names = ", ".join("null" if c is None else str(c) for c in choices)
+        raise ConfigError(f"{dotted}={value}: expected one of {names}.")
+    return result
+
+
+def _scalar(dotted: str, value: Any, hint: type) -> Any:
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[hint]
+    if hint is str and value is False:
+        return "off"  # YAML 1.1 reads a bare `off` as a boolean
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is str and isinstance(value, str):
+        return value
+    if hint in (int, float) and not isinstance(value, bool):
+        try:
+            number = float(value)  # YAML 1.1 reads 1e-4 as text
+        except (TypeError, ValueError):
+            number = float("nan")
+        if hint is float and number == number and abs(number) != float("inf"):
+            return number
+        if hint is int and number == number and abs(number) != float("inf") and number == int(number):
+            return int(number)
+    raise ConfigError(f"{dotted}={value!r}: expected {wanted}.")
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config, as it is written beside each run."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)

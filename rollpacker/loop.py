@@ -1,0 +1,50 @@
+"""The main loop, the only one: the paper's Figure 5. The same loop runs on a cluster and in the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from rollpacker.messages import Action, Event, RoundPlan, UpdatePlan
+from rollpacker.policy.controller import StepController
+
+
+class Backend(Protocol):
+    """What carries decisions out: engines, rewards, gradients and weights, real or simulated."""
+
+    def launch(self, plan: RoundPlan) -> None:
+        """Hand the round's requests to the engines."""
+
+    def events(self) -> Iterator[Event]:
+        """What happens during the round, in the common order, until EndRound has been applied."""
+
+    def apply(self, action: Action) -> None:
+        """Carry out one action."""
+
+    def apply_update(self, update: UpdatePlan) -> None:
+        """Train on the step's groups: one optimizer step, one global normaliser."""
+
+    def sync_weights(self) -> None:
+        """Refit: training shards to rollout shards."""
+
+
+def run_step(step: int, controller: StepController, backend: Backend) -> bool:
+    """Run one step; False when nothing is left to train."""
+    plan = controller.begin_step(step)  # (1) short or long round, which prompts   (2) rollout TP size
+    if plan is None:
+        return False
+    backend.launch(plan)
+    for event in backend.events():  # (3) rewards   (4) scale-down   (5) streamed training
+        for action in controller.on(event):
+            backend.apply(action)
+    backend.apply_update(controller.finish_step())  # (6) one optimizer step, one global normaliser
+    backend.sync_weights()  # (7) refit: Megatron shards -> vLLM shards
+    return True
+
+
+def run(num_steps: int | None, controller: StepController, backend: Backend) -> int:
+    """Run steps 1, 2, ... until `num_steps` are done or no prompt is left; the number of steps done."""
+    step = 1
+    while (num_steps is None or step <= num_steps) and run_step(step, controller, backend):
+        step += 1
+    return step - 1

@@ -1,0 +1,123 @@
+"""What travels between the controller and a backend: a plan opens a round, events go in, actions come out, an update
+closes the step. Frozen data; the time is carried inside the event, in seconds since the start of the round's clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollpacker.types import Group, Request, RoundKind
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """What a step launches (phases 1 and 2 of the paper's Figure 5)."""
+
+    step: int
+    kind: RoundKind
+    tensor_model_parallel_size: int
+    num_groups: int
+    responses_per_group: int
+    requests: tuple[Request, ...]
+
+
+# Events. `rank` is the rank that saw it; (time_s, rank, sequence) orders the events of one exchange.
+
+
+@dataclass(frozen=True)
+class RequestFinished:
+    """Generation ended by itself: EOS, a stop token or the length cap."""
+
+    time_s: float
+    rank: int
+    request_index: int
+    num_tokens: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class RewardDone:
+    """The verifier returned; `is_error` marks a score that stands for a crash, a time-out or a NaN."""
+
+    time_s: float
+    rank: int
+    request_index: int
+    score: float
+    is_error: bool
+    execution_s: float
+
+
+@dataclass(frozen=True)
+class EngineProgress:
+    """What a replica's engine did during one quantum."""
+
+    time_s: float
+    rank: int
+    num_new_tokens: int
+    num_preemptions: int
+    num_running: int
+    kv_cache_usage: float
+
+
+Event = RequestFinished | RewardDone | EngineProgress
+
+
+# Actions. Every rank sees all of them and carries out those that name its own replica.
+
+
+@dataclass(frozen=True)
+class ScoreResponse:
+    """Start the reward of a finished response on the leader of the replica that decoded it."""
+
+    request: Request
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class AbortRequest:
+    """Delete the request from its engine at once; an aborted request yields no output."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class TrainGroup:
+    """The group is complete: every response finished and scored. A stream trainer may start on it now."""
+
+    group: Group
+
+
+@dataclass(frozen=True)
+class EndRound:
+    """The rollout of the step is over; fold in what is still on the way, then stop."""
+
+
+Action = ScoreResponse | AbortRequest | TrainGroup | EndRound
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """Counts of one round, for the metrics."""
+
+    kind: RoundKind
+    num_launched: int
+    num_aborted_prompts: int
+    num_aborted_responses: int
+    num_tokens_generated: int
+    num_tokens_wasted: int
+    num_preemptions: int
+    num_reward_errors: int
+    num_reward_timeouts: int
+    tensor_model_parallel_size: int
+    long_queue_len: int
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """The step's trained groups, in launch order, and what one optimizer step is normalised by (spec 4)."""
+
+    step: int
+    epoch: int
+    groups: tuple[Group, ...]
+    num_tokens: int
+    num_sequences: int
+    stats: RoundStats

@@ -1,0 +1,138 @@
+"""What a Hugging Face config.json says about a model, as the one description that every other module builds on.
+
+Pure: a login node reads it to check a config; training builds Megatron from it, weights/layout.py lays parameters out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollpacker.config import Config, ConfigError
+
+SUPPORTED_ARCHITECTURES = ("Qwen2ForCausalLM",)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes and switches of a decoder-only model with RMSNorm, RoPE, grouped-query attention and SwiGLU."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    has_qkv_bias: bool
+
+    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
+        """Rows of the embedding so that every tensor-parallel rank holds the same number."""
+        return -(-self.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
+
+    def num_parameters(self) -> int:
+        """Number of trained parameters (tied embeddings counted once)."""
+        attention_rows = (self.num_attention_heads + 2 * self.num_kv_heads) * self.head_dim
+        attention = attention_rows * (self.hidden_size + self.has_qkv_bias)
+        attention += self.num_attention_heads * self.head_dim * self.hidden_size
+        layer = attention + 3 * self.hidden_size * self.ffn_hidden_size + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+
+def read_model_shape(model_path: str) -> ModelShape:
+    """Read `model_path`/config.json, or say why that folder is not a model this program trains."""
+    folder = Path(model_path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path={model_path}: there is no such folder. Give a local Hugging Face folder (config.json, "
+            "*.safetensors, tokenizer files); for the demo, `make env` creates it."
+        )
+    config_json = folder / "config.json"
+    if not config_json.is_file():
+        raise ConfigError(f"model.path={model_path}: not a Hugging Face model folder, it has no config.json.")
+    try:
+        raw = json.loads(config_json.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{config_json} is not valid JSON: {error}.") from error
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path={model_path}: no *.safetensors file there; other weight formats are not read.")
+    architecture = (raw.get("architectures") or ["unknown"])[0] if isinstance(raw, dict) else "unknown"
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ConfigError(
+            f"{config_json}: the architecture {architecture} is not supported. Supported: "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}."
+        )
+    return _parse(raw, architecture, config_json)
+
+
+def _parse(raw: dict[str, Any], architecture: str, where: Path) -> ModelShape:
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if (rope.get("rope_type") or rope.get("type") or "default") != "default":
+        raise ConfigError(f"{where}: RoPE scaling {rope} is not supported; only plain RoPE is.")
+    if raw.get("use_sliding_window"):
+        raise ConfigError(f"{where}: use_sliding_window=true is not supported.")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{where}: hidden_act={raw['hidden_act']} is not supported; only silu (SwiGLU) is.")
+    try:
+        heads = int(raw["num_attention_heads"])
+        return ModelShape(
+            architecture=architecture,
+            num_layers=int(raw["num_hidden_layers"]),
+            hidden_size=int(raw["hidden_size"]),
+            ffn_hidden_size=int(raw["intermediate_size"]),
+            num_attention_heads=heads,
+            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+            vocab_size=int(raw["vocab_size"]),
+            max_position_embeddings=int(raw["max_position_embeddings"]),
+            rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+            rms_norm_eps=float(raw["rms_norm_eps"]),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            has_qkv_bias=architecture == "Qwen2ForCausalLM",
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: the entry {error} is missing or not a number.") from error
+
+
+def check_model_shape(config: Config, shape: ModelShape) -> None:
+    """Refuse parallel sizes that do not divide the model, and lengths beyond its positions."""
+    training, rollout = config.training, config.rollout
+    tp, pp = training.tensor_model_parallel_size, training.pipeline_model_parallel_size
+    divisions = (
+        ("training.tensor_model_parallel_size", tp, "num_attention_heads", shape.num_attention_heads),
+        ("training.tensor_model_parallel_size", tp, "num_key_value_heads", shape.num_kv_heads),
+        ("training.tensor_model_parallel_size", tp, "intermediate_size", shape.ffn_hidden_size),
+        ("training.pipeline_model_parallel_size", pp, "num_hidden_layers", shape.num_layers),
+        (
+            "rollout.tensor_model_parallel_size",
+            rollout.tensor_model_parallel_size,
+            "num_attention_heads",
+            shape.num_attention_heads,
+        ),
+    )
+    for dotted, size, what, count in divisions:
+        if count % size:
+            raise ConfigError(
+                f"{dotted}={size} does not divide {what}={count} of {config.model.path} "
+                f"({count} / {size} = {count / size:.2f}). Use a divisor of {count}."
+            )
+    larger, smaller = sorted((rollout.tensor_model_parallel_size, shape.num_kv_heads), reverse=True)
+    if larger % smaller:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} and "
+            f"num_key_value_heads={shape.num_kv_heads} of {config.model.path}: one must divide the other."
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > shape.max_position_embeddings:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length = {longest} exceeds max_position_embeddings="
+            f"{shape.max_position_embeddings} of {config.model.path}. Lower the lengths."
+        )

@@ -1,0 +1,184 @@
+"""StepController: the one place where events meet policies. The loop drives it on a cluster and in the simulator alike.
+
+It is a pure state machine, replicated on every rollout rank: the same events in the same order give the same actions, and
+`digest` proves it. Three seams hold what a mode decides: a RoundComposer (what a step launches, from history alone), a
+SelectionPolicy (what becomes of a response or a group when it finishes) and the RequestRouter (who decodes what).
+
+Invariants: a request finishes at most once and is scored at most once; a group is trained at most once and only when all
+of its responses are in; every prompt that was drawn is trained, or reported. (paper sections 3 and 4)
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollpacker.messages import (
+    AbortRequest,
+    Action,
+    EndRound,
+    EngineProgress,
+    Event,
+    RequestFinished,
+    RewardDone,
+    RoundPlan,
+    RoundStats,
+    ScoreResponse,
+    TrainGroup,
+    UpdatePlan,
+)
+from rollpacker.types import Group, Request, ScoredResponse
+
+
+@dataclass
+class RoundState:
+    """What is known of the open round, by request index. Policies read it; only the controller writes it."""
+
+    plan: RoundPlan
+    finished: dict[int, RequestFinished] = field(default_factory=dict)
+    rewards: dict[int, RewardDone] = field(default_factory=dict)
+    aborted: set[int] = field(default_factory=set)
+    trained: dict[str, Group] = field(default_factory=dict)
+    num_tokens_generated: int = 0
+    num_preemptions: int = 0
+    is_open: bool = True
+    requests_of: dict[str, list[Request]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for request in self.plan.requests:
+            self.requests_of.setdefault(request.prompt.prompt_id, []).append(request)
+
+    def is_scored(self, request: Request) -> bool:
+        """Whether generation has ended and the reward is in."""
+        return request.index in self.finished and request.index in self.rewards
+
+
+class RoundComposer(Protocol):
+    """Decides at step start, from history alone, which kind of round runs and what it launches."""
+
+    def compose(self, step: int) -> RoundPlan | None:
+        """The plan of the step, or None when nothing is left to train."""
+
+    def long_queue_len(self) -> int:
+        """Prompts that wait for a LONG round."""
+
+
+class SelectionPolicy(Protocol):
+    """Decides what becomes of responses and groups as they finish."""
+
+    def on_finished(self, state: RoundState, request: Request) -> Sequence[Action]:
+        """Called when the generation of `request` has ended."""
+
+    def on_scored(self, state: RoundState, request: Request) -> Sequence[Action]:
+        """Called when the reward of `request` is in as well."""
+
+
+class StepController:
+    """Routes events to the policies and keeps the books of the step."""
+
+    def __init__(self, composer: RoundComposer, selection: SelectionPolicy, *, reward_timeout_s: float) -> None:
+        self._composer = composer
+        self._selection = selection
+        self._reward_timeout_s = reward_timeout_s
+        self._round: RoundState | None = None
+        self.digest = 0
+
+    @property
+    def round(self) -> RoundState:
+        """The open round, or the one that ended last."""
+        if self._round is None:
+            raise RuntimeError("no round has begun")
+        return self._round
+
+    def begin_step(self, step: int) -> RoundPlan | None:
+        """Phases 1 and 2: short or long round, which prompts, which rollout tensor-parallel size."""
+        plan = self._composer.compose(step)
+        if plan is not None:
+            self._round = RoundState(plan)
+        self._fold(plan)
+        return plan
+
+    def on(self, event: Event) -> list[Action]:
+        """Phases 3 to 5: fold one event in and say what follows from it."""
+        self._fold(event)
+        state = self.round
+        if isinstance(event, EngineProgress):
+            state.num_tokens_generated += event.num_new_tokens
+            state.num_preemptions += event.num_preemptions
+            return []
+        if not state.is_open or event.request_index in state.aborted:
+            return []  # it was on its way when the round, or the request, was ended
+        request = state.plan.requests[event.request_index]
+        if isinstance(event, RequestFinished):
+            if request.index in state.finished:
+                raise RuntimeError(f"request {request.index} of step {state.plan.step} finished twice")
+            state.finished[request.index] = event
+            actions: list[Action] = [ScoreResponse(request, self._reward_timeout_s)]
+            actions += self._selection.on_finished(state, request)
+        else:
+            if request.index in state.rewards:
+                raise RuntimeError(f"request {request.index} of step {state.plan.step} was scored twice")
+            state.rewards[request.index] = event
+            actions = list(self._selection.on_scored(state, request))
+        for action in actions:
+            self._note(state, action)
+        return actions
+
+    def _note(self, state: RoundState, action: Action) -> None:
+        """Book an action that a policy has taken."""
+        if isinstance(action, AbortRequest):
+            state.aborted.add(action.request.index)
+        elif isinstance(action, TrainGroup):
+            prompt_id = action.group.prompt.prompt_id
+            if prompt_id in state.trained:
+                raise RuntimeError(f"prompt {prompt_id} would be trained twice in step {state.plan.step}")
+            state.trained[prompt_id] = action.group
+        elif isinstance(action, EndRound):
+            state.is_open = False
+
+    def finish_step(self) -> UpdatePlan:
+        """Phase 6: the groups of the step in launch order and the global counts of its loss."""
+        state = self.round
+        groups = tuple(state.trained[p] for p in state.requests_of if p in state.trained)
+        lengths = [r.num_tokens for g in groups for r in g.responses]
+        trained_tokens = sum(lengths)
+        stats = RoundStats(
+            kind=state.plan.kind,
+            num_launched=len(state.plan.requests),
+            num_aborted_prompts=len(state.requests_of) - len(groups),
+            num_aborted_responses=len(state.aborted),
+            num_tokens_generated=state.num_tokens_generated,
+            num_tokens_wasted=max(state.num_tokens_generated - trained_tokens, 0),
+            num_preemptions=state.num_preemptions,
+            num_reward_errors=sum(r.is_error for r in state.rewards.values()),
+            num_reward_timeouts=sum(
+                r.is_error and r.execution_s >= self._reward_timeout_s for r in state.rewards.values()
+            ),
+            tensor_model_parallel_size=state.plan.tensor_model_parallel_size,
+            long_queue_len=self._composer.long_queue_len(),
+        )
+        epoch = max((g.prompt.epoch for g in groups), default=0)
+        return UpdatePlan(state.plan.step, epoch, groups, trained_tokens, len(lengths), stats)
+
+    def _fold(self, item: object) -> None:
+        self.digest = zlib.crc32(repr(item).encode(), self.digest)
+
+
+def build_group(state: RoundState, requests: Sequence[Request]) -> Group:
+    """The group of finished and scored `requests` of one prompt, in response order."""
+    responses = tuple(_scored(state, r) for r in sorted(requests, key=lambda r: r.response_index))
+    return Group(requests[0].prompt, responses)
+
+
+def _scored(state: RoundState, request: Request) -> ScoredResponse:
+    finished, reward = state.finished[request.index], state.rewards[request.index]
+    return ScoredResponse(
+        request=request,
+        num_tokens=finished.num_tokens,
+        finish_reason=finished.finish_reason,
+        reward=reward.score,
+        is_reward_error=reward.is_error,
+        finish_s=finished.time_s,
+    )

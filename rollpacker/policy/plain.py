@@ -1,0 +1,100 @@
+"""The plain synchronous rollout (`tail_batching.mode: off`): P0 fresh prompts, R0 responses each, all of them trained.
+
+It is the baseline of every comparison and the oracle of every other mode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from rollpacker.messages import Action, EndRound, RoundPlan, TrainGroup
+from rollpacker.policy.controller import RoundState, build_group
+from rollpacker.policy.routing import RequestRouter
+from rollpacker.types import Prompt, Request, RoundKind
+
+
+class PromptSource(Protocol):
+    """Where fresh prompts come from: dataset order, resumable."""
+
+    def draw(self, n: int) -> list[Prompt]:
+        """The next `n` prompts; fewer only when the data are used up."""
+
+
+def request_seed(run_seed: int, step: int, prompt_id: str, response_index: int) -> int:
+    """Seed of a response's sampling noise, in [0, 2**52): a hash, so that no two responses share their noise."""
+    text = f"{run_seed}/{step}/{prompt_id}/{response_index}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12
+
+
+class PlainComposer:
+    """Launches the next `train_batch_size` prompts with `num_responses` responses each."""
+
+    def __init__(
+        self,
+        source: PromptSource,
+        router: RequestRouter,
+        *,
+        train_batch_size: int,
+        num_responses: int,
+        max_tokens: int,
+        tensor_model_parallel_size: int,
+        seed: int,
+    ) -> None:
+        self._source = source
+        self._router = router
+        self._train_batch_size = train_batch_size
+        self._num_responses = num_responses
+        self._max_tokens = max_tokens
+        self._tensor_model_parallel_size = tensor_model_parallel_size
+        self._seed = seed
+
+    def compose(self, step: int) -> RoundPlan | None:
+        """One round of fresh prompts; the last of a run may be smaller, since no prompt is lost."""
+        prompts = self._source.draw(self._train_batch_size)
+        if not prompts:
+            return None
+        asked = [(prompt, i) for prompt in prompts for i in range(self._num_responses)]
+        replicas = self._router.assign(len(asked))
+        requests = tuple(
+            Request(
+                index=index,
+                prompt=prompt,
+                response_index=response_index,
+                replica=replica,
+                seed=request_seed(self._seed, step, prompt.prompt_id, response_index),
+                max_tokens=self._max_tokens,
+            )
+            for index, ((prompt, response_index), replica) in enumerate(zip(asked, replicas, strict=True))
+        )
+        return RoundPlan(
+            step=step,
+            kind=RoundKind.SHORT,
+            tensor_model_parallel_size=self._tensor_model_parallel_size,
+            num_groups=len(prompts),
+            responses_per_group=self._num_responses,
+            requests=requests,
+        )
+
+    def long_queue_len(self) -> int:
+        """Nothing is ever deferred."""
+        return 0
+
+
+class KeepEverything:
+    """Trains every group once its last reward is in; the round ends with the last group."""
+
+    def on_finished(self, state: RoundState, request: Request) -> Sequence[Action]:  # noqa: ARG002
+        """A finished response only waits for its reward."""
+        return ()
+
+    def on_scored(self, state: RoundState, request: Request) -> Sequence[Action]:
+        """Complete the group, and the round with the last group."""
+        requests = state.requests_of[request.prompt.prompt_id]
+        if not all(state.is_scored(r) for r in requests):
+            return ()
+        actions: list[Action] = [TrainGroup(build_group(state, requests))]
+        if len(state.trained) + 1 == state.plan.num_groups:
+            actions.append(EndRound())
+        return actions

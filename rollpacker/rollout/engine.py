@@ -1,0 +1,197 @@
+"""RolloutEngine: one vLLM engine inside this rank, driven a step at a time.
+
+Under vLLM's external launcher every rank of a tensor-parallel group runs its own scheduler, so all of them must see the
+same requests, in the same order, and the same aborts between the same two steps; the caller sees to that. Log-probs are
+those of the law that was sampled (`processed_logprobs`), and no batch is left in flight at an abort or a refit
+(`async_scheduling=False`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.platform.device import Platform
+from rollpacker.types import Request, Response
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class SamplingLaw:
+    """What every request of the run has in common."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of an engine; lengths in tokens."""
+
+    model_path: str
+    tensor_model_parallel_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    dtype: str
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    kv_cache_gib: int
+
+
+class RolloutEngine:
+    """Add, abort, step, and take new weights. Starts with dummy weights: the first refit fills them."""
+
+    def __init__(self, options: EngineOptions, law: SamplingLaw, platform: Platform, *, seed: int) -> None:
+        platform.prepare_engine_import(kv_cache_gib=options.kv_cache_gib)
+        if platform.name == "cpu":
+            # oneDNN's packed weights leave zero-sized parameters; plain tensors can be written in place, as on CUDA.
+            import vllm._custom_ops
+
+            vllm._custom_ops._supports_onednn = False
+        from vllm import LLM
+
+        extra: dict[str, Any] = platform.engine_options(
+            gpu_memory_utilization=options.gpu_memory_utilization, enforce_eager=options.enforce_eager
+        )
+        if options.max_num_batched_tokens is not None:
+            extra["max_num_batched_tokens"] = options.max_num_batched_tokens
+        self._llm = LLM(
+            model=options.model_path,
+            tensor_parallel_size=options.tensor_model_parallel_size,
+            distributed_executor_backend="external_launcher",
+            dtype=_DTYPES[options.dtype],
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            seed=seed,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            logprobs_mode="processed_logprobs",
+            async_scheduling=False,
+            scheduling_policy="priority",
+            disable_log_stats=True,
+            **extra,
+        )
+        self._platform = platform
+        self._law = law
+        self._engine = self._llm.llm_engine
+        core = self._engine.engine_core.engine_core
+        self._scheduler = core.scheduler
+        self._model_runner = core.model_executor.driver_worker.worker.model_runner
+        self._requests: dict[str, Request] = {}
+        self._finished_tokens = 0
+        self._counted_tokens = 0
+        self._num_preemptions = 0
+        self.weight_version = -1
+        self._count_preemptions()
+
+    @property
+    def runner_name(self) -> str:
+        """Class of vLLM's model runner (V1 on CPU; CUDA defaults to V2)."""
+        return f"{type(self._model_runner).__module__}.{type(self._model_runner).__qualname__}"
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the engine, waiting or running."""
+        return len(self._requests)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV blocks in use, 0 to 1."""
+        return float(self._scheduler.kv_cache_manager.usage)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its launch order is its priority."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=self._law.temperature,
+            top_p=self._law.top_p,
+            top_k=self._law.top_k,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            stop_token_ids=list(self._law.stop_token_ids),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request_id = str(request.index)
+        self._requests[request_id] = request
+        prompt = {"prompt_token_ids": list(request.prompt.token_ids)}
+        self._engine.add_request(request_id, prompt, params, priority=request.index)
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Delete requests at once: their KV blocks are free and nothing of them comes out of `step`."""
+        request_ids = [str(r.index) for r in requests if str(r.index) in self._requests]
+        self._engine.abort_request(request_ids)
+        for request_id in request_ids:
+            del self._requests[request_id]
+
+    def step(self) -> list[Response]:
+        """One engine step; the responses that ended in it."""
+        finished = []
+        for output in self._engine.step():
+            completion = output.outputs[0]
+            request = self._requests.pop(output.request_id)
+            self._finished_tokens += len(completion.token_ids)
+            finished.append(
+                Response(
+                    request=request,
+                    token_ids=tuple(completion.token_ids),
+                    rollout_logprobs=_sampled_logprobs(completion),
+                    finish_reason=str(completion.finish_reason),
+                    weight_version=self.weight_version,
+                )
+            )
+        return finished
+
+    def take_counts(self) -> tuple[int, int]:
+        """Tokens generated and preemptions since the last call."""
+        total = self._finished_tokens + sum(r.num_output_tokens for r in self._scheduler.requests.values())
+        new_tokens, self._counted_tokens = total - self._counted_tokens, total
+        preemptions, self._num_preemptions = self._num_preemptions, 0
+        return new_tokens, preemptions
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Any]], weight_version: int) -> None:
+        """Golden refit: full tensors by Hugging Face names; vLLM takes its shard. Drops cached prefixes."""
+        if self._requests:
+            raise RuntimeError(f"refit with {len(self._requests)} requests in the engine would mix weight versions")
+        self._model_runner.reload_weights(weights_iterator=_on_device(named_tensors, self._platform.device))
+        self._llm.reset_prefix_cache()
+        self.weight_version = weight_version
+
+    def sleep(self) -> None:
+        """Release weights and KV cache while the rank trains (CUDA; the CPU keeps them)."""
+        if self._platform.name == "cuda":
+            self._llm.sleep(level=2)
+
+    def wake(self, tag: str) -> None:
+        """Map "weights" before the refit and "kv_cache" after it (CUDA; the CPU kept them)."""
+        if self._platform.name == "cuda":
+            self._llm.wake_up(tags=[tag])
+
+    def _count_preemptions(self) -> None:
+        preempt = self._scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._num_preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self._scheduler._preempt_request = counted
+
+
+def _sampled_logprobs(completion: Any) -> tuple[float, ...]:
+    """Log-prob of each sampled token: with `logprobs=0` the sampled token is the first entry of its position."""
+    flat = completion.logprobs
+    return tuple(flat.logprobs[start] for start in flat.start_indices)
+
+
+def _on_device(named_tensors: Iterable[tuple[str, Any]], device: Any) -> Iterator[tuple[str, Any]]:
+    for name, tensor in named_tensors:
+        yield name, tensor.to(device)

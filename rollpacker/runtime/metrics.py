@@ -1,0 +1,283 @@
+"""The run directory as tools read it: config.yaml, metrics.jsonl, samples.jsonl, tensorboard/.
+
+The names are frozen (spec section 7): other tools rely on them.
+Invariants: metrics.jsonl has one row for each optimizer step, with every key in each row; each row is on disk when
+`write` returns, so a killed run loses nothing that was reported; an earlier run is moved aside, never overwritten.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import numbers
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollpacker.config import ConfigError
+
+Metric = float | int | None
+
+STEP_KEY = "training/global_step"
+
+# `val-core/*` is not here: its keys depend on the validation files, and validation.jsonl holds them.
+METRIC_NAMES: tuple[str, ...] = (
+    STEP_KEY,
+    "training/epoch",
+    "timing_s/step",
+    "timing_s/gen",
+    "timing_s/reward",
+    "timing_s/old_log_prob",
+    "timing_s/ref",
+    "timing_s/update_actor",
+    "timing_s/update_weights",
+    "timing_s/save_checkpoint",
+    "timing_s/testing",
+    "response_length/mean",
+    "response_length/max",
+    "response_length/min",
+    "response_length/p50",
+    "response_length/p95",
+    "response_length/p99",
+    "response_length/clip_ratio",
+    "critic/rewards/mean",
+    "critic/rewards/max",
+    "critic/rewards/min",
+    "critic/advantages/mean",
+    "critic/advantages/max",
+    "critic/advantages/min",
+    "actor/pg_loss",
+    "actor/pg_clipfrac",
+    "actor/ppo_kl",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/lr",
+    "training/rollout_probs_diff_mean",
+    "training/rollout_probs_diff_max",
+    "training/rollout_logprobs_diff_mean",
+    "training/rollout_logprobs_diff_max",
+    "perf/throughput",
+    "perf/total_num_tokens",
+    "perf/time_per_step",
+    "rollout/is_long_round",
+    "rollout/long_queue_len",
+    "rollout/aborted_prompts",
+    "rollout/aborted_responses",
+    "rollout/wasted_token_ratio",
+    "rollout/num_preemptions",
+    "rollout/tensor_model_parallel_size",
+    "bubble/rollout_ratio",
+    "bubble/reward_ratio",
+    "bubble/train_ratio",
+    "bubble/sync_ratio",
+    "stream/num_groups_streamed",
+    "stream/scale_down_progress",
+    "stream/overlap_s",
+    "planner/tp",
+    "planner/switched",
+    "reward/timeout_count",
+    "reward/error_count",
+    "reward/timeout_budget_s",
+    "audit/icc",
+    "audit/coverage_p50",
+    "audit/coverage_p90",
+    "audit/coverage_p95",
+    "audit/coverage_p99",
+    "audit/own_coverage_p95",
+    "audit/num_groups",
+    "exact/num_copies",
+    "exact/num_rejected",
+    "exact/num_forced",
+)
+
+SAMPLE_FIELDS: tuple[str, ...] = (
+    "step",
+    "epoch",
+    "round",
+    "prompt_id",
+    "response_index",
+    "domain",
+    "num_prompt_tokens",
+    "num_response_tokens",
+    "finish_reason",
+    "reward",
+    "weight_version",
+    "launch_s",
+    "finish_s",
+)
+
+_KNOWN = frozenset(METRIC_NAMES)
+
+
+def prepare_run_dir(path: str | Path, resolved_yaml: str) -> Path | None:
+    """Create the run directory and write config.yaml; on one rank only.
+
+    A directory that holds a metrics.jsonl is a run: it is moved to `<path>.1`, `.2`, ... (the first free name). Returns
+    where the earlier run has gone, None if there was none. Raises ConfigError when the directory cannot be written.
+    """
+    run_dir = Path(path).absolute()
+    moved_to = None
+    try:
+        if (run_dir / "metrics.jsonl").exists():
+            moved_to = _first_free(run_dir)
+            run_dir.rename(moved_to)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(resolved_yaml, encoding="utf-8")
+    except (FileExistsError, NotADirectoryError) as error:
+        in_the_way = next((p for p in (*reversed(run_dir.parents), run_dir) if p.exists() and not p.is_dir()), run_dir)
+        raise ConfigError(
+            f"trainer.default_local_dir={path}: {in_the_way} is a file, expected a directory. Remove or rename the "
+            "file, or choose another directory."
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.default_local_dir={path}: cannot write there ({error.strerror}: {error.filename}). Choose a "
+            "directory that you may write, or change its permissions."
+        ) from error
+    return moved_to
+
+
+def _first_free(run_dir: Path) -> Path:
+    number = 1
+    while (candidate := run_dir.with_name(f"{run_dir.name}.{number}")).exists() or candidate.is_symlink():
+        number += 1
+    return candidate
+
+
+class MetricsWriter:
+    """Writes the numbers of a run: metrics.jsonl, samples.jsonl and, if asked, TensorBoard. Used by rank 0 alone.
+
+    Raises ConfigError when TensorBoard is asked for and not installed, OSError when the disk refuses.
+    """
+
+    def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
+        # First, so that a missing package leaves nothing behind.
+        self._tensorboard = _TensorBoardFile(run_dir / "tensorboard") if tensorboard else None
+        self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._samples = (run_dir / "samples.jsonl").open("a", encoding="utf-8")
+        self._last_step: int | None = None
+
+    def write(self, metrics: Mapping[str, Metric]) -> None:
+        """Append the row of one optimizer step. Keys not given, None, NaN and infinities become null.
+
+        Raises ValueError for an unknown name and for a step that does not follow the last one, TypeError for a value
+        that is not a number.
+        """
+        unknown = sorted(metrics.keys() - _KNOWN)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], METRIC_NAMES, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown metric(s) {', '.join(unknown)}: the list is frozen. Did you mean {near}?")
+        row = {name: _finite(name, metrics.get(name)) for name in METRIC_NAMES}
+        step = row[STEP_KEY]
+        if not isinstance(step, int) or (self._last_step is not None and step <= self._last_step):
+            raise ValueError(
+                f"{STEP_KEY}={step}: expected a whole number after {self._last_step}, one row for each step."
+            )
+        self._last_step = step
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, {name: value for name, value in row.items() if value is not None})
+
+    def write_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append one object for each trained sample; each row has exactly SAMPLE_FIELDS, else ValueError."""
+        lines = []
+        for row in rows:
+            if row.keys() != set(SAMPLE_FIELDS):
+                missing = [name for name in SAMPLE_FIELDS if name not in row]
+                extra = sorted(row.keys() - set(SAMPLE_FIELDS))
+                raise ValueError(f"sample row: missing {missing}, unknown {extra}; the fields are frozen.")
+            lines.append(json.dumps({name: _plain(name, row[name]) for name in SAMPLE_FIELDS}) + "\n")
+        self._samples.write("".join(lines))
+        self._samples.flush()
+
+    def close(self) -> None:
+        """Close the files; everything is on disk already. Closing twice is allowed."""
+        self._metrics.close()
+        self._samples.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def length_metrics(lengths: Sequence[int], cap: int) -> dict[str, Metric]:
+    """The response_length/* keys, in tokens, of a step's responses.
+
+    Percentiles interpolate linearly; `clip_ratio` is the share of responses as long as the cap. No response: all None.
+    """
+    names = ("mean", "max", "min", "p50", "p95", "p99", "clip_ratio")
+    if not len(lengths):
+        return {f"response_length/{name}": None for name in names}
+    array = np.asarray(lengths)
+    p50, p95, p99 = (float(p) for p in np.percentile(array, (50, 95, 99)))
+    values = (float(array.mean()), int(array.max()), int(array.min()), p50, p95, p99, float((array >= cap).mean()))
+    return {f"response_length/{name}": value for name, value in zip(names, values, strict=True)}
+
+
+def spread(prefix: str, values: Sequence[float]) -> dict[str, Metric]:
+    """`<prefix>/mean`, `/max` and `/min` of `values`; None where there is none."""
+    if not len(values):
+        return {f"{prefix}/{name}": None for name in ("mean", "max", "min")}
+    array = np.asarray(values, dtype=np.float64)
+    return {
+        f"{prefix}/mean": float(array.mean()),
+        f"{prefix}/max": float(array.max()),
+        f"{prefix}/min": float(array.min()),
+    }
+
+
+def _finite(name: str, value: Any) -> Metric:
+    """A number as JSON knows it: NumPy's become Python's, what is not finite becomes null."""
+    if value is None:
+        return None
+    if isinstance(value, (numbers.Integral, np.bool_)):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    raise TypeError(f"{name}={value!r}: expected a number or None, got {type(value).__name__}.")
+
+
+def _plain(name: str, value: Any) -> Metric | str:
+    return value if isinstance(value, str) else _finite(name, value)
+
+
+class _TensorBoardFile:
+    """One TensorBoard event file, one event for each step.
+
+    torch.utils.tensorboard takes 3 to 4 s to import without torch (0.7 s after it), tensorboard's record writer 0.3 s;
+    neither is imported by a rank that does not write. The record writer also needs no thread, unlike the event writers
+    of both packages.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"trainer.logger lists tensorboard, but {error.name} is not installed: install it with `pip install "
+                "tensorboard`, or take tensorboard out of trainer.logger."
+            ) from error
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        # The name that TensorBoard looks for.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
+        self._append(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
+
+    def _append(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,216 @@
+"""StepReporter: what a step was like, gathered to rank 0: metrics, samples, trace, display."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollpacker.comm.world import World
+from rollpacker.messages import Event, RequestFinished, RewardDone, RoundPlan, UpdatePlan
+from rollpacker.profiling.bubbles import idle_ratio, reward_bubble_ratio, rollout_bubble_ratio
+from rollpacker.profiling.nvtx import StageTimer
+from rollpacker.profiling.trace import Span, TraceWriter
+from rollpacker.runtime.console import ProgressDisplay
+from rollpacker.runtime.metrics import MetricsWriter, length_metrics, spread
+from rollpacker.runtime.rollout import Rollout, RoundFacts
+from rollpacker.training.trainer import LossSums, UpdateResult
+from rollpacker.types import RoundKind, ScoredResponse
+
+_MAX_REWARD_MESSAGES = 3
+
+
+@dataclass
+class StepReport:
+    """What this rank measured of a step besides the timers; seconds of the job's clock."""
+
+    start_s: float = 0.0
+    end_s: float = 0.0
+    train_busy_s: float = 0.0
+    denominator: int = 1
+    weight_version: int = 0
+    loss_sums: LossSums = field(default_factory=LossSums)
+    update_result: UpdateResult = field(default_factory=lambda: UpdateResult(0.0, 0.0))
+    advantages: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _RankReport:
+    """What travels to rank 0 once a step."""
+
+    seconds: dict[str, float]
+    spans: list[Span]
+    facts: RoundFacts
+    train_busy_s: float
+    loss_sums: LossSums
+    reward_messages: list[str]
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """Where rank 0 puts what it knows; the other ranks have none."""
+
+    metrics: MetricsWriter
+    trace: TraceWriter | None
+    display: ProgressDisplay
+
+
+class StepReporter:
+    """Collective at the end of each step; everything else is local."""
+
+    def __init__(self, world: World, sinks: Sinks | None, *, max_response_length: int) -> None:
+        self._world = world
+        self._sinks = sinks
+        self._cap = max_response_length
+        self._num_requests = 0
+        self._num_finished = 0
+        self._num_tokens = 0
+        self._last_finish_s = 0.0
+        self._last_reward_s = 0.0
+        self._step = 0
+
+    def begin_step(self, plan: RoundPlan) -> None:
+        """A round opens."""
+        self._step, self._num_requests = plan.step, len(plan.requests)
+        self._num_finished = self._num_tokens = 0
+        self.on_stage("gen")
+
+    def on_stage(self, name: str) -> None:
+        """A stage begins."""
+        if self._sinks:
+            self._sinks.display.stage(self._step, name)
+
+    def on_event(self, event: Event) -> None:
+        """Follow the rollout."""
+        if isinstance(event, RequestFinished):
+            self._num_finished += 1
+            self._num_tokens += event.num_tokens
+            self._last_finish_s = self._last_reward_s = self._world.now()
+            if self._sinks:
+                self._sinks.display.progress(self._num_finished, self._num_requests, self._num_tokens)
+        elif isinstance(event, RewardDone):
+            self._last_reward_s = self._world.now()
+
+    def end_step(self, update: UpdatePlan, report: StepReport, rollout: Rollout, timer: StageTimer) -> None:
+        """Gather what the ranks measured; rank 0 writes one row of metrics, the samples, the trace, and a line."""
+        seconds, spans = timer.take()
+        rollout_spans, messages = rollout.take_spans()
+        mine = _RankReport(
+            seconds, spans + rollout_spans, rollout.facts, report.train_busy_s, report.loss_sums, messages
+        )
+        gathered = self._world.comm.gather(mine)
+        if self._sinks is None or gathered is None:
+            return
+        metrics = self._metrics(update, report, gathered)
+        self._sinks.metrics.write(metrics)
+        self._sinks.metrics.write_samples(_sample_rows(update, rollout.facts.launch_s, report.weight_version))
+        if self._sinks.trace is not None:
+            self._sinks.trace.add(span for rank in gathered for span in rank.spans)
+        failures = [m for rank in gathered for m in rank.reward_messages]
+        for message in failures[:_MAX_REWARD_MESSAGES]:
+            self._sinks.display.note(f"reward failed: {message}")
+        if len(failures) > _MAX_REWARD_MESSAGES:
+            self._sinks.display.note(f"... and {len(failures) - _MAX_REWARD_MESSAGES} more in this step")
+        self._sinks.display.step_done(metrics)
+
+    def _metrics(self, update: UpdatePlan, report: StepReport, ranks: Sequence[_RankReport]) -> dict[str, Any]:
+        responses = [r for g in update.groups for r in g.responses]
+        sums = LossSums()
+        for rank in ranks:
+            sums.add(rank.loss_sums)
+        return {
+            "training/global_step": update.step,
+            "training/epoch": update.epoch,
+            **length_metrics([r.num_tokens for r in responses], self._cap),
+            **spread("critic/rewards", [r.reward for r in responses]),
+            **spread("critic/advantages", report.advantages),
+            **_actor_metrics(sums, report),
+            **_rollout_metrics(update),
+            **self._time_metrics(update, responses, report, ranks),
+        }
+
+    def _time_metrics(
+        self, update: UpdatePlan, responses: Sequence[ScoredResponse], report: StepReport, ranks: Sequence[_RankReport]
+    ) -> dict[str, Any]:
+        def slowest(stage: str) -> float | None:
+            return max((r.seconds[stage] for r in ranks if stage in r.seconds), default=None)
+
+        step_s = report.end_s - report.start_s
+        tokens = update.num_tokens + sum(len(r.request.prompt.token_ids) for r in responses)
+        round_s = max(r.facts.wall_s for r in ranks)
+        train_s = slowest("update_actor") or 0.0
+        sync_s = slowest("update_weights") or 0.0
+        reward_s = max(self._last_reward_s - self._last_finish_s, 0.0)
+        return {
+            "timing_s/step": step_s,
+            "timing_s/gen": slowest("gen"),
+            "timing_s/reward": reward_s,
+            "timing_s/update_actor": train_s,
+            "timing_s/update_weights": sync_s,
+            "perf/time_per_step": step_s,
+            "perf/total_num_tokens": tokens,
+            "perf/throughput": tokens / step_s / self._world.size,
+            "bubble/rollout_ratio": (
+                rollout_bubble_ratio([r.facts.engine_busy_s for r in ranks], round_s) if round_s else None
+            ),
+            "bubble/reward_ratio": reward_bubble_ratio(0.0, reward_s, step_s),
+            "bubble/train_ratio": idle_ratio("train", [r.train_busy_s for r in ranks], train_s) if train_s else None,
+            "bubble/sync_ratio": (
+                idle_ratio("sync", [r.seconds.get("update_weights", 0.0) for r in ranks], sync_s) if sync_s else None
+            ),
+        }
+
+
+def _actor_metrics(sums: LossSums, report: StepReport) -> dict[str, Any]:
+    tokens = max(sums.num_tokens, 1)
+    return {
+        "actor/pg_loss": sums.loss / report.denominator,
+        "actor/pg_clipfrac": sums.num_clipped / tokens,
+        "actor/ppo_kl": sums.approx_kl / tokens,
+        "actor/entropy": sums.entropy / tokens,
+        "actor/grad_norm": report.update_result.grad_norm,
+        "actor/lr": report.update_result.lr,
+        "training/rollout_probs_diff_mean": sums.probs_diff / tokens,
+        "training/rollout_probs_diff_max": sums.probs_diff_max,
+        "training/rollout_logprobs_diff_mean": sums.logprobs_diff / tokens,
+        "training/rollout_logprobs_diff_max": sums.logprobs_diff_max,
+    }
+
+
+def _rollout_metrics(update: UpdatePlan) -> dict[str, Any]:
+    stats = update.stats
+    return {
+        "rollout/is_long_round": int(stats.kind is RoundKind.LONG),
+        "rollout/long_queue_len": stats.long_queue_len,
+        "rollout/aborted_prompts": stats.num_aborted_prompts,
+        "rollout/aborted_responses": stats.num_aborted_responses,
+        "rollout/wasted_token_ratio": stats.num_tokens_wasted / max(stats.num_tokens_generated, 1),
+        "rollout/num_preemptions": stats.num_preemptions,
+        "rollout/tensor_model_parallel_size": stats.tensor_model_parallel_size,
+        "planner/tp": stats.tensor_model_parallel_size,
+        "planner/switched": 0,
+        "reward/timeout_count": stats.num_reward_timeouts,
+        "reward/error_count": stats.num_reward_errors,
+    }
+
+
+def _sample_rows(update: UpdatePlan, launch_s: float, weight_version: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": update.step,
+            "epoch": group.prompt.epoch,
+            "round": update.stats.kind.value,
+            "prompt_id": group.prompt.prompt_id,
+            "response_index": r.request.response_index,
+            "domain": group.prompt.domain,
+            "num_prompt_tokens": len(group.prompt.token_ids),
+            "num_response_tokens": r.num_tokens,
+            "finish_reason": r.finish_reason,
+            "reward": r.reward,
+            "weight_version": weight_version,
+            "launch_s": launch_s,
+            "finish_s": r.finish_s,
+        }
+        for group in update.groups
+        for r in group.responses
+    ]

@@ -1,0 +1,298 @@
+"""LiveRollout: one round on this rank's engine, its rewards, and the exchange that tells everybody.
+
+A quantum is k engine steps. After it the rank posts what happened and folds in what happened everywhere one quantum ago;
+the controller's actions are applied right there, between two engine steps, at the same step on every rank of a
+tensor-parallel group. (architecture 2)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollpacker.comm.exchange import EventExchange, ExchangedQuantum, QuantumReport
+from rollpacker.comm.samples import Sample
+from rollpacker.comm.world import World
+from rollpacker.data.tasks import Example
+from rollpacker.messages import (
+    AbortRequest,
+    Action,
+    EndRound,
+    EngineProgress,
+    Event,
+    RequestFinished,
+    RewardDone,
+    RoundPlan,
+    ScoreResponse,
+)
+from rollpacker.profiling.trace import Span
+from rollpacker.reward.scheduler import RewardScheduler
+from rollpacker.rollout.engine import RolloutEngine
+from rollpacker.types import Response
+
+# Deterministic mode: every quantum has this many engine steps, and a step lasts a virtual millisecond.
+_FIXED_NUM_STEPS = 16
+_VIRTUAL_STEP_S = 1e-3
+_MAX_NUM_STEPS = 256
+
+
+class Rollout(Protocol):
+    """What a backend needs of a rollout, be it decoded now or replayed from a dump."""
+
+    def launch(self, plan: RoundPlan) -> None:
+        """Open the round."""
+
+    def events(self, digest: Callable[[], int]) -> Iterator[Event]:
+        """The round's events in the common order, until EndRound has been applied."""
+
+    def apply(self, action: Action) -> None:
+        """Carry out an action that names this rank's replica."""
+
+    def take_samples(self) -> dict[int, Sample]:
+        """Tokens of the round's responses that this rank answers for, by request index."""
+
+    def take_spans(self) -> tuple[list[Span], list[str]]:
+        """Trace spans, and the messages of rewards that failed, since the last call."""
+
+    @property
+    def facts(self) -> RoundFacts:
+        """Times of the round on this rank."""
+
+
+@dataclass
+class RoundFacts:
+    """Seconds on this rank: launch time (event clock), engine busy, inside the exchange, wall."""
+
+    launch_s: float = 0.0
+    engine_busy_s: float = 0.0
+    exchange_s: float = 0.0
+    wall_s: float = 0.0
+    num_quanta: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rollout replica this rank belongs to; the leader of a replica speaks for it."""
+
+    replica: int
+    leader_rank: int
+    is_leader: bool
+
+
+def place(rank: int, tensor_model_parallel_size: int) -> Placement:
+    """Replicas are contiguous ranks, as vLLM's external launcher lays them out."""
+    replica = rank // tensor_model_parallel_size
+    leader = replica * tensor_model_parallel_size
+    return Placement(replica, leader, rank == leader)
+
+
+class LiveRollout:
+    """Decodes a round with the vLLM engine of this rank."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        exchange: EventExchange,
+        rewards: RewardScheduler | None,
+        world: World,
+        placement: Placement,
+        examples: Mapping[str, Example],
+        tokenizer: Any,
+        *,
+        quantum_s: float,
+        deterministic: bool,
+    ) -> None:
+        self._engine = engine
+        self._exchange = exchange
+        self._rewards = rewards
+        self._world = world
+        self._placement = placement
+        self._examples = examples
+        self._tokenizer = tokenizer
+        self._quantum_s = quantum_s
+        self._deterministic = deterministic
+        self._num_steps = _FIXED_NUM_STEPS if deterministic else 1
+        self._step_s = quantum_s
+        self._virtual_s = 0.0
+        self._step = 0
+        self._is_open = False
+        self._responses: dict[int, Response] = {}
+        self.facts = RoundFacts()
+        self._spans: list[Span] = []
+        self._reward_messages: list[str] = []
+        self._busy_since: float | None = None
+        self._launch_wall_s = 0.0
+
+    def launch(self, plan: RoundPlan) -> None:
+        """Give this replica's requests to the engine, in launch order."""
+        self._step, self._is_open = plan.step, True
+        self._responses.clear()
+        self.facts = RoundFacts(launch_s=self._now())
+        self._launch_wall_s = self._world.now()
+        for request in plan.requests:
+            if request.replica == self._placement.replica:
+                self._engine.add(request)
+
+    def events(self, digest: Callable[[], int]) -> Iterator[Event]:
+        """Run quanta and exchange until the round has ended; what is then on the way is folded in too."""
+        start = time.perf_counter()
+        while self._is_open:
+            self._run_quantum()
+            self._exchange.post(self._report(digest()))
+            if self._exchange.num_outstanding == 2:
+                yield from self._complete().events
+        while self._exchange.num_outstanding:
+            yield from self._complete().events
+        self._mark_idle()
+        self._exchange.discard_unsent()
+        self.facts.wall_s = time.perf_counter() - start
+
+    def apply(self, action: Action) -> None:
+        """Score, abort or end; actions for other replicas pass by."""
+        if isinstance(action, ScoreResponse):
+            if self._placement.is_leader and action.request.replica == self._placement.replica:
+                self._score(action)
+        elif isinstance(action, AbortRequest):
+            if action.request.replica == self._placement.replica:
+                self._engine.abort([action.request])
+        elif isinstance(action, EndRound):
+            self._is_open = False
+
+    def take_samples(self) -> dict[int, Sample]:
+        """The finished responses of this replica, on its leader."""
+        if not self._placement.is_leader:
+            return {}
+        samples = {index: _to_sample(response) for index, response in self._responses.items()}
+        self._responses.clear()
+        return samples
+
+    def take_spans(self) -> tuple[list[Span], list[str]]:
+        """Bars of the requests and of the engine; failures of rewards."""
+        taken = self._spans, self._reward_messages
+        self._spans, self._reward_messages = [], []
+        return taken
+
+    def _now(self) -> float:
+        return self._virtual_s if self._deterministic else self._world.now()
+
+    def _run_quantum(self) -> None:
+        start = time.perf_counter()
+        num_steps = 0
+        if self._engine.num_requests:
+            self._mark_busy()
+        while num_steps < self._num_steps and self._engine.num_requests:
+            for response in self._engine.step():
+                self._on_response(response)
+            num_steps += 1
+            self._virtual_s += _VIRTUAL_STEP_S
+            self._exchange.progress()
+            if not self._deterministic:
+                self._collect_rewards(wait=False)
+        busy_s = time.perf_counter() - start
+        if num_steps:
+            self.facts.engine_busy_s += busy_s
+            self._step_s = busy_s / num_steps
+        self._virtual_s += (self._num_steps - num_steps) * _VIRTUAL_STEP_S
+        if not self._engine.num_requests:
+            self._mark_idle()
+            self._pause()
+        self._collect_rewards(wait=self._deterministic)
+        self.facts.num_quanta += 1
+
+    def _pause(self) -> None:
+        """An idle replica keeps joining the exchange, but sleeps until it has news or the others have."""
+        deadline = time.perf_counter() + self._quantum_s
+        while time.perf_counter() < deadline:
+            time.sleep(0.5e-3)
+            if self._exchange.is_ready() or (not self._deterministic and self._collect_rewards(wait=False)):
+                return
+
+    def _on_response(self, response: Response) -> None:
+        if not self._placement.is_leader:
+            return
+        request = response.request
+        self._responses[request.index] = response
+        now = self._now()
+        self._exchange.add(
+            RequestFinished(now, self._world.rank, request.index, len(response.token_ids), response.finish_reason)
+        )
+        arguments = {"prompt_id": request.prompt.prompt_id, "tokens": len(response.token_ids), "step": self._step}
+        name = f"{request.prompt.prompt_id}/{request.response_index}"
+        self._spans.append(
+            Span(name, self._world.rank, "request", self._launch_wall_s, self._world.now(), arguments)
+        )
+
+    def _score(self, action: ScoreResponse) -> None:
+        assert self._rewards is not None, "a leader has a reward scheduler"
+        response = self._responses[action.request.index]
+        example = self._examples[action.request.prompt.prompt_id]
+        self._rewards.submit(
+            (self._step << 32) | action.request.index,
+            response=self._tokenizer.decode(response.token_ids, skip_special_tokens=True),
+            prompt=example.text,
+            ground_truth=example.ground_truth,
+            finish_reason=response.finish_reason,
+            domain=example.domain,
+            prompt_id=example.prompt_id,
+            timeout_s=action.timeout_s,
+        )
+
+    def _collect_rewards(self, *, wait: bool) -> bool:
+        """Queue the events of rewards that are in; those of a round that is over are dropped."""
+        if self._rewards is None:
+            return False
+        results = self._rewards.wait() if wait else self._rewards.poll()
+        for result in sorted(results, key=lambda r: r.request_index):
+            step, index = result.request_index >> 32, result.request_index & 0xFFFFFFFF
+            if step != self._step:
+                continue
+            if result.is_error:
+                self._reward_messages.append(result.message)
+            execution_s = result.execution_s if result.is_error or not self._deterministic else 0.0
+            self._exchange.add(
+                RewardDone(self._now(), self._world.rank, index, result.score, result.is_error, execution_s)
+            )
+        return bool(results)
+
+    def _report(self, digest: int) -> QuantumReport:
+        new_tokens, preemptions = self._engine.take_counts()
+        num_running = self._engine.num_requests
+        progress = EngineProgress(
+            self._now(), self._world.rank, new_tokens, preemptions, num_running, self._engine.kv_cache_usage
+        )
+        wanted = _FIXED_NUM_STEPS
+        if not self._deterministic:
+            wanted = min(max(round(self._quantum_s / max(self._step_s, 1e-6)), 1), _MAX_NUM_STEPS)
+        return QuantumReport(digest, self._placement.is_leader, wanted, progress)
+
+    def _complete(self) -> ExchangedQuantum:
+        start = time.perf_counter()
+        quantum = self._exchange.complete()
+        self._num_steps = quantum.next_num_steps[self._placement.leader_rank]
+        self.facts.exchange_s += time.perf_counter() - start
+        return quantum
+
+    def _mark_busy(self) -> None:
+        if self._busy_since is None:
+            self._busy_since = self._world.now()
+
+    def _mark_idle(self) -> None:
+        """Contiguous busy quanta become one bar of the trace."""
+        if self._busy_since is not None:
+            self._spans.append(
+                Span("decode", self._world.rank, "engine", self._busy_since, self._world.now(), {"step": self._step})
+            )
+            self._busy_since = None
+
+
+def _to_sample(response: Response) -> Sample:
+    return Sample(
+        response.request.index,
+        np.asarray(response.request.prompt.token_ids, np.int32),
+        np.asarray(response.token_ids, np.int32),
+        np.asarray(response.rollout_logprobs, np.float32),
+    )

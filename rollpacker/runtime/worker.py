@@ -1,0 +1,239 @@
+"""Builds this rank's parts and wires them together. The only place that knows all of rollout, reward, training, weights."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollpacker.comm.exchange import EventExchange
+from rollpacker.comm.groups import ParallelRanks
+from rollpacker.comm.world import World, init_torch_distributed, is_user_terminal
+from rollpacker.config import Config, ConfigError, check_parallel_shape
+from rollpacker.config_file import to_yaml
+from rollpacker.data.prompts import PromptDataset, PromptOrder, load_examples
+from rollpacker.model_shape import ModelShape, check_model_shape, read_model_shape
+from rollpacker.platform.device import Platform, select_platform
+from rollpacker.policy.controller import StepController
+from rollpacker.policy.plain import KeepEverything, PlainComposer
+from rollpacker.policy.routing import RequestRouter
+from rollpacker.profiling.nvtx import StageTimer
+from rollpacker.profiling.trace import TraceWriter
+from rollpacker.reward.scheduler import RewardScheduler
+from rollpacker.rollout.engine import EngineOptions, RolloutEngine, SamplingLaw
+from rollpacker.runtime.backend import ClusterBackend, Parts
+from rollpacker.runtime.console import ProgressDisplay
+from rollpacker.runtime.dump import ReplayRollout
+from rollpacker.runtime.metrics import MetricsWriter, prepare_run_dir
+from rollpacker.runtime.report import Sinks, StepReporter
+from rollpacker.runtime.rollout import LiveRollout, Placement, Rollout, place
+from rollpacker.training.model import build_model, init_parallel_groups
+from rollpacker.training.optimizer import build_lr_schedule, build_optimizer
+from rollpacker.training.trainer import Trainer
+from rollpacker.weights.hf import write_hf_folder
+from rollpacker.weights.refit import MegatronWeights
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was read and found good before anything expensive starts or anything is written."""
+
+    shape: ModelShape
+    platform: Platform
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    dataset: PromptDataset
+    replay: ReplayRollout | None
+    rewards: RewardScheduler | None
+    placement: Placement
+    total_steps: int
+
+
+def check(config: Config, world: World) -> Checked:
+    """Everything that a user may have got wrong, on every rank. Raises ConfigError."""
+    check_parallel_shape(config, world.size)
+    shape = read_model_shape(config.model.path)
+    check_model_shape(config, shape)
+    platform = select_platform(config.trainer.device)
+    tokenizer, stop_token_ids = _load_tokenizer(config.model.path)
+    dataset = load_examples(config.data.train_files, tokenizer, max_prompt_length=config.data.max_prompt_length)
+    placement = place(world.rank, config.rollout.tensor_model_parallel_size)
+    replay, rewards = None, None
+    if config.rollout.replay is not None:
+        replay = ReplayRollout(
+            config.rollout.replay, rank=world.rank, world_size=world.size, num_responses=config.rollout.n
+        )
+    elif placement.is_leader:
+        rewards = RewardScheduler(config.reward.verifier, config.reward.function, config.reward.num_workers)
+        rewards.start()
+    total_steps = _total_steps(config, len(dataset.examples), replay)
+    if config.training.lr_warmup_steps >= total_steps and config.training.lr_warmup_steps > 0:
+        raise ConfigError(
+            f"training.lr_warmup_steps={config.training.lr_warmup_steps} does not leave a step of the {total_steps} in "
+            "this run at the full learning rate; lower it."
+        )
+    return Checked(shape, platform, tokenizer, stop_token_ids, dataset, replay, rewards, placement, total_steps)
+
+
+def _total_steps(config: Config, num_prompts: int, replay: ReplayRollout | None) -> int:
+    """Optimizer steps of the run: the cap if there is one, else until the prompts (or the dump) are used up."""
+    if replay is not None:
+        return min(config.trainer.total_training_steps or replay.num_steps, replay.num_steps)
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    return math.ceil(num_prompts * config.trainer.total_epochs / config.data.train_batch_size)
+
+
+def _load_tokenizer(model_path: str) -> tuple[Any, tuple[int, ...]]:
+    from transformers import AutoTokenizer, GenerationConfig
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={model_path}: its tokenizer cannot be loaded: {error}") from error
+    stop = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    if (Path(model_path) / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+        stop |= set(eos if isinstance(eos, list) else [eos] if eos is not None else [])
+    if not stop:
+        raise ConfigError(
+            f"model.path={model_path}: neither the tokenizer nor generation_config.json names an EOS token, so no "
+            "response would ever end by itself."
+        )
+    return tokenizer, tuple(sorted(stop))
+
+
+class Worker:
+    """One rank's program: build, run, export."""
+
+    def __init__(self, config: Config, world: World, checked: Checked) -> None:
+        self.config = config
+        self.world = world
+        self.checked = checked
+        self.moved_aside: Path | None = None
+        self.run_dir = Path(config.trainer.default_local_dir)
+        platform = checked.platform
+        platform.prepare(world.local_rank)
+        init_torch_distributed(world, platform.torch_backend, config.trainer.collective_timeout_s)
+        self.ranks = init_parallel_groups(config.training, platform, config.trainer.seed)
+        model = build_model(checked.shape, config.training, platform, self.ranks)
+        self.weights = MegatronWeights(model, checked.shape, self.ranks)
+        world.agree(lambda: self.weights.import_hf(config.model.path))
+        self.trainer = self._build_trainer(model, self.ranks)
+        self.engine = None if checked.replay is not None else self._build_engine()
+        self.controller = self._build_controller()
+        # Last of all, so that a run that cannot start neither writes a run directory nor moves an earlier one aside.
+        self._sinks = world.agree(self._open_sinks)
+        self.backend = self._build_backend()
+        self.backend.refit(0)
+
+    @property
+    def display(self) -> ProgressDisplay | None:
+        """What the user sees; rank 0 only."""
+        return self._sinks.display if self._sinks else None
+
+    def export_model(self, step: int) -> Path:
+        """Write the trained weights as a Hugging Face folder. Collective; rank 0 writes."""
+        target = self.run_dir / "checkpoints" / f"step_{step}" / "huggingface"
+        tensors = self.weights.export_hf()
+        if self.world.rank == 0:
+            write_hf_folder(target, self.config.model.path, tensors)
+        else:
+            for _ in tensors:
+                pass
+        return target
+
+    def close(self) -> None:
+        """End the reward workers and finish the files."""
+        if self.checked.rewards is not None:
+            self.checked.rewards.close()
+        if self._sinks is not None:
+            self._sinks.display.stop()
+            self._sinks.metrics.close()
+            if self._sinks.trace is not None:
+                self._sinks.trace.close()
+
+    def _open_sinks(self) -> Sinks | None:
+        if self.world.rank != 0:
+            return None
+        trainer = self.config.trainer
+        self.moved_aside = prepare_run_dir(self.run_dir, to_yaml(self.config))
+        is_terminal, width = is_user_terminal()
+        return Sinks(
+            metrics=MetricsWriter(self.run_dir, tensorboard="tensorboard" in trainer.logger),
+            trace=TraceWriter(self.run_dir / "events.trace.json") if self.config.profiler.trace else None,
+            display=ProgressDisplay(self.checked.total_steps, is_terminal=is_terminal, width=width, stream=sys.stdout),
+        )
+
+    def _build_trainer(self, model: Any, ranks: ParallelRanks) -> Trainer:
+        training, platform = self.config.training, self.checked.platform
+        optimizer = build_optimizer(model, training, platform)
+        schedule = build_lr_schedule(optimizer, training, self.checked.total_steps)
+        return Trainer(model, optimizer, schedule, self.config, self.checked.shape, ranks, platform)
+
+    def _build_engine(self) -> RolloutEngine:
+        data, rollout = self.config.data, self.config.rollout
+        options = EngineOptions(
+            model_path=self.config.model.path,
+            tensor_model_parallel_size=rollout.tensor_model_parallel_size,
+            max_model_len=data.max_prompt_length + data.max_response_length,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            dtype=self.config.training.dtype if rollout.dtype == "auto" else rollout.dtype,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            enforce_eager=rollout.enforce_eager,
+            kv_cache_gib=rollout.kv_cache_gib,
+        )
+        law = SamplingLaw(rollout.temperature, rollout.top_p, rollout.top_k, self.checked.stop_token_ids)
+        return RolloutEngine(options, law, self.checked.platform, seed=self.config.trainer.seed)
+
+    def _build_controller(self) -> StepController:
+        config, checked = self.config, self.checked
+        source = checked.replay or PromptOrder(
+            checked.dataset.examples,
+            seed=config.trainer.seed if config.data.seed is None else config.data.seed,
+            shuffle=config.data.shuffle,
+            total_epochs=None if config.trainer.total_training_steps else config.trainer.total_epochs,
+        )
+        composer = PlainComposer(
+            source,
+            RequestRouter(self.world.size // config.rollout.tensor_model_parallel_size),
+            train_batch_size=config.data.train_batch_size,
+            num_responses=config.rollout.n,
+            max_tokens=config.data.max_response_length,
+            tensor_model_parallel_size=config.rollout.tensor_model_parallel_size,
+            seed=config.trainer.seed,
+        )
+        return StepController(composer, KeepEverything(), reward_timeout_s=config.reward.timeout_s)
+
+    def _build_backend(self) -> ClusterBackend:
+        config, world = self.config, self.world
+        parts = Parts(
+            rollout=self._build_rollout(),
+            engine=self.engine,
+            trainer=self.trainer,
+            weights=self.weights,
+            placement=self.checked.placement,
+            ranks=self.ranks,
+            timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx),
+            reporter=StepReporter(world, self._sinks, max_response_length=config.data.max_response_length),
+        )
+        return ClusterBackend(parts, config, world, lambda: self.controller.digest)
+
+    def _build_rollout(self) -> Rollout:
+        if self.checked.replay is not None:
+            return self.checked.replay
+        assert self.engine is not None, "a live rollout has an engine"
+        return LiveRollout(
+            self.engine,
+            EventExchange(self.world.comm, timeout_s=self.config.trainer.collective_timeout_s),
+            self.checked.rewards,
+            self.world,
+            self.checked.placement,
+            self.checked.dataset.by_id,
+            self.checked.tokenizer,
+            quantum_s=self.config.rollout.quantum_ms / 1e3,
+            deterministic=self.config.trainer.deterministic,
+        )

@@ -1,0 +1,146 @@
+"""Where every parameter lives: one table for Hugging Face names and Megatron's tensor- and pipeline-parallel shards.
+
+A sharded tensor is described by its *segments*: reading along `dim`, the local tensor of tensor-parallel rank r is the
+concatenation of slices of Hugging Face tensors. Importing cuts and concatenates them, exporting writes them back, and a
+transfer plan intersects the segments of two layouts, so the arithmetic of grouped QKV and gate/up halves stands here once.
+
+Invariant: over the ranks of a tensor-parallel group the segments of a parameter cover each row (or column) of its
+Hugging Face tensors exactly once. Spec 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollpacker.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows (columns if the parameter's `dim` is 1) `start:stop` of the Hugging Face tensor `hf_name`."""
+
+    hf_name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """One Megatron parameter.
+
+    `name` is its name in the whole model (layers counted over all pipeline stages). `dim` is the dimension that tensor
+    parallelism cuts, None if every rank holds it all. `shards[r]` are the segments of rank r along `dim` (or along
+    dimension 0 if `dim` is None). `num_padding_rows[r]` zero rows follow them (vocabulary padding). `layer` is the
+    decoder layer, or None for embedding, final norm and head. `is_on_first_stage`/`is_on_last_stage` place those.
+    """
+
+    name: str
+    dim: int | None
+    shards: tuple[tuple[Segment, ...], ...]
+    layer: int | None = None
+    is_on_first_stage: bool = False
+    is_on_last_stage: bool = False
+    num_padding_rows: tuple[int, ...] = ()
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """The Hugging Face tensors that make up this parameter, each once, in order."""
+        return tuple(dict.fromkeys(s.hf_name for shard in self.shards for s in shard))
+
+    def padding_rows(self, rank: int) -> int:
+        """Zero rows at the end of the shard of `rank`."""
+        return self.num_padding_rows[rank] if self.num_padding_rows else 0
+
+
+def stage_of(parameter: ParameterLayout, num_layers: int, pipeline_model_parallel_size: int) -> int:
+    """The pipeline stage that owns the parameter (the first one for a tied embedding)."""
+    if parameter.layer is not None:
+        return parameter.layer // (num_layers // pipeline_model_parallel_size)
+    return 0 if parameter.is_on_first_stage else pipeline_model_parallel_size - 1
+
+
+def megatron_layout(shape: ModelShape, tensor_model_parallel_size: int) -> list[ParameterLayout]:
+    """The parameters of the Megatron model for `shape`, in the order in which Hugging Face files list them."""
+    tp = tensor_model_parallel_size
+    embedding = _vocab_parallel("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape, tp)
+    table = [_placed(embedding, first=True)]
+    for layer in range(shape.num_layers):
+        table.extend(_layer_layout(shape, tp, layer))
+    final_norm = _replicated("decoder.final_layernorm.weight", "model.norm.weight", shape.hidden_size, tp)
+    table.append(_placed(final_norm, last=True))
+    if not shape.tie_word_embeddings:
+        head = _vocab_parallel("output_layer.weight", "lm_head.weight", shape, tp)
+        table.append(_placed(head, last=True))
+    return table
+
+
+def _layer_layout(shape: ModelShape, tp: int, layer: int) -> list[ParameterLayout]:
+    hf, mg = f"model.layers.{layer}", f"decoder.layers.{layer}"
+    hidden = shape.hidden_size
+    attention, mlp = f"{hf}.self_attn", f"{hf}.mlp"
+    rows = [
+        _replicated(f"{mg}.input_layernorm.weight", f"{hf}.input_layernorm.weight", hidden, tp, layer),
+        _grouped_qkv(f"{mg}.self_attention.linear_qkv.weight", attention, "weight", shape, tp, layer),
+    ]
+    if shape.has_qkv_bias:
+        rows.append(_grouped_qkv(f"{mg}.self_attention.linear_qkv.bias", attention, "bias", shape, tp, layer))
+    projection = shape.num_attention_heads * shape.head_dim
+    return [
+        *rows,
+        _row_parallel(f"{mg}.self_attention.linear_proj.weight", f"{attention}.o_proj.weight", projection, tp, layer),
+        _replicated(f"{mg}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", hidden, tp, layer),
+        _gate_up(f"{mg}.mlp.linear_fc1.weight", mlp, shape.ffn_hidden_size, tp, layer),
+        _row_parallel(f"{mg}.mlp.linear_fc2.weight", f"{mlp}.down_proj.weight", shape.ffn_hidden_size, tp, layer),
+    ]
+
+
+def _placed(parameter: ParameterLayout, *, first: bool = False, last: bool = False) -> ParameterLayout:
+    return ParameterLayout(
+        parameter.name, parameter.dim, parameter.shards, None, first, last, parameter.num_padding_rows
+    )
+
+
+def _replicated(name: str, hf_name: str, size: int, tp: int, layer: int | None = None) -> ParameterLayout:
+    return ParameterLayout(name, None, ((Segment(hf_name, 0, size),),) * tp, layer)
+
+
+def _row_parallel(name: str, hf_name: str, columns: int, tp: int, layer: int) -> ParameterLayout:
+    """Megatron's RowParallelLinear: the input dimension (1) is cut evenly."""
+    width = columns // tp
+    return ParameterLayout(name, 1, tuple((Segment(hf_name, r * width, (r + 1) * width),) for r in range(tp)), layer)
+
+
+def _vocab_parallel(name: str, hf_name: str, shape: ModelShape, tp: int) -> ParameterLayout:
+    """The vocabulary is cut evenly after padding; the rows beyond it are zero and belong to no Hugging Face row."""
+    rows = shape.padded_vocab_size(tp) // tp
+    bounds = [(min(r * rows, shape.vocab_size), min((r + 1) * rows, shape.vocab_size)) for r in range(tp)]
+    shards = tuple((Segment(hf_name, start, stop),) for start, stop in bounds)
+    return ParameterLayout(name, 0, shards, num_padding_rows=tuple(rows - (stop - start) for start, stop in bounds))
+
+
+def _grouped_qkv(name: str, attention: str, kind: str, shape: ModelShape, tp: int, layer: int) -> ParameterLayout:
+    """Megatron keeps, per KV head, its query heads, then its key, then its value; KV heads are cut evenly over ranks."""
+    query_rows = shape.num_attention_heads // shape.num_kv_heads * shape.head_dim
+    heads_per_rank = shape.num_kv_heads // tp
+
+    def kv_head(h: int) -> tuple[Segment, ...]:
+        return (
+            Segment(f"{attention}.q_proj.{kind}", h * query_rows, (h + 1) * query_rows),
+            Segment(f"{attention}.k_proj.{kind}", h * shape.head_dim, (h + 1) * shape.head_dim),
+            Segment(f"{attention}.v_proj.{kind}", h * shape.head_dim, (h + 1) * shape.head_dim),
+        )
+
+    shards = tuple(
+        tuple(s for h in range(r * heads_per_rank, (r + 1) * heads_per_rank) for s in kv_head(h)) for r in range(tp)
+    )
+    return ParameterLayout(name, 0, shards, layer)
+
+
+def _gate_up(name: str, mlp: str, ffn_hidden_size: int, tp: int, layer: int) -> ParameterLayout:
+    """Each rank holds its share of the gate rows, then the same share of the up rows."""
+    rows = ffn_hidden_size // tp
+    shards = tuple(
+        tuple(Segment(f"{mlp}.{half}_proj.weight", r * rows, (r + 1) * rows) for half in ("gate", "up"))
+        for r in range(tp)
+    )
+    return ParameterLayout(name, 0, shards, layer)

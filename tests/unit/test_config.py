@@ -1,0 +1,104 @@
+"""The configuration: what is accepted, and what a user reads when it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollpacker.config import Config, ConfigError, check_parallel_shape
+from rollpacker.config_file import load_config, to_yaml
+
+GOOD = "model: {path: m}\ndata: {train_files: [a.jsonl], max_response_length: 100}\n"
+
+
+def load(tmp_path: Path, text: str = GOOD, *overrides: str) -> Config:
+    path = tmp_path / "c.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(str(path), list(overrides))
+
+
+def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD, "training.lr=1e-4", "rollout.n=4", "trainer.total_training_steps=7")
+    assert config.training.lr == 1e-4
+    assert load(tmp_path, to_yaml(config)) == config
+
+
+def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD + "tail_batching: {mode: off}\n").tail_batching.mode == "off"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rolout.n=4", "unknown key rolout. Did you mean rollout?"),
+        ("rollout.temprature=1", "Did you mean rollout.temperature?"),
+        ("trainer.lr=1", "Did you mean training.lr?"),
+        ("rollout.n=many", "rollout.n='many': expected a whole number."),
+        ("rollout.n=2.5", "expected a whole number"),
+        ("rollout.n=true", "expected a whole number"),
+        ("training.lr=.nan", "expected a number"),
+        ("training.lr=.inf", "expected a number"),
+        ("trainer.deterministic=1", "expected true or false"),
+        ("training.dtype=fp16", "expected one of fp32, bf16"),
+        ("tail_batching.mode=paper", "expected one of off"),
+        ("rollout.n=1", "a group of one has no advantage"),
+        ("rollout.temperature=0", "must be above 0"),
+        ("rollout.top_p=0.9", "needs a mismatch correction"),
+        ("data.train_batch_size=0", "data.train_batch_size=0: must be at least 1."),
+        ("training.max_tokens_per_gpu=50", "1024 + 100 = 1124"),
+        ("trainer.logger=wandb", "known loggers are console, tensorboard"),
+        ("rollout=3", "write section.key=value"),
+        ("rollout.n", "write section.key=value"),
+        ("data.train_files=[1]", "expected a list of strings"),
+        ("training.min_lr=1", "above training.lr"),
+    ],
+)
+def test_bad_values_are_explained(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, GOOD, override)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "not valid YAML"),
+        ("- a\n", "expected sections"),
+        ("model: 3\n", "model: expected keys below it, found 3"),
+        ("model: {path: a}\nmodel: {path: b}\n", "'model' stands twice, in lines 1 and 2"),
+        ("data: {train_files: [a]}\n", "model.path is not set"),
+        ("model: {path: m}\n", "data.train_files is empty"),
+    ],
+)
+def test_bad_files_are_explained(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text)
+    assert message in str(error.value)
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(str(tmp_path / "absent.yaml"))
+    binary = tmp_path / "b.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not a text file"):
+        load_config(str(binary))
+
+
+def test_parallel_shapes_come_with_their_equation(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD, "training.tensor_model_parallel_size=2", "training.pipeline_model_parallel_size=2")
+    check_parallel_shape(config, 8)
+    with pytest.raises(ConfigError, match="2 x 2 = 4 does not divide the 6 rank"):
+        check_parallel_shape(config, 6)
+    with pytest.raises(ConfigError, match="rollout.tensor_model_parallel_size=3 does not divide the 4"):
+        check_parallel_shape(load(tmp_path, GOOD, "rollout.tensor_model_parallel_size=3"), 4)
+
+
+def test_every_key_has_a_help_sentence() -> None:
+    import dataclasses
+    import typing
+
+    for section, cls in typing.get_type_hints(Config).items():
+        for leaf in dataclasses.fields(cls):
+            assert leaf.metadata["help"].endswith("."), f"{section}.{leaf.name}"

@@ -1,0 +1,145 @@
+"""The controller in mode `off`: every prompt drawn is trained once, whatever the order in which things finish."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollpacker.loop import run
+from rollpacker.messages import (
+    Action,
+    EndRound,
+    EngineProgress,
+    Event,
+    RequestFinished,
+    RewardDone,
+    RoundPlan,
+    ScoreResponse,
+    TrainGroup,
+    UpdatePlan,
+)
+from rollpacker.policy.controller import StepController
+from rollpacker.policy.plain import KeepEverything, PlainComposer, request_seed
+from rollpacker.policy.routing import RequestRouter
+from rollpacker.types import Prompt
+
+
+class ListSource:
+    """Prompts from a list."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self.left = [Prompt(f"p{i}", (1, 2)) for i in range(num_prompts)]
+
+    def draw(self, n: int) -> list[Prompt]:
+        drawn, self.left = self.left[:n], self.left[n:]
+        return drawn
+
+
+def make_controller(num_prompts: int, batch: int = 4, n: int = 3, replicas: int = 2) -> StepController:
+    composer = PlainComposer(
+        ListSource(num_prompts),
+        RequestRouter(replicas),
+        train_batch_size=batch,
+        num_responses=n,
+        max_tokens=10,
+        tensor_model_parallel_size=1,
+        seed=0,
+    )
+    return StepController(composer, KeepEverything(), reward_timeout_s=2.0)
+
+
+class ShuffledBackend:
+    """Finishes requests, and returns rewards, in a random order."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.updates: list[UpdatePlan] = []
+        self.streamed: list[str] = []
+        self.weight_version = 0
+
+    def launch(self, plan: RoundPlan) -> None:
+        self.is_open = True
+        self.streamed = []
+        self.pending: list[Event] = [
+            RequestFinished(0.0, 0, r.index, self.random.randrange(1, 10), "stop") for r in plan.requests
+        ]
+
+    def events(self):
+        yield EngineProgress(0.0, 0, 5, 1, 3, 0.5)
+        while self.is_open:
+            yield self.pending.pop(self.random.randrange(len(self.pending)))
+        assert not self.pending
+
+    def apply(self, action: Action) -> None:
+        if isinstance(action, ScoreResponse):
+            self.pending.append(RewardDone(0.0, 0, action.request.index, 1.0, False, 0.1))
+        elif isinstance(action, TrainGroup):
+            self.streamed.append(action.group.prompt.prompt_id)
+        elif isinstance(action, EndRound):
+            self.is_open = False
+
+    def apply_update(self, update: UpdatePlan) -> None:
+        assert sorted(g.prompt.prompt_id for g in update.groups) == sorted(self.streamed)
+        self.updates.append(update)
+
+    def sync_weights(self) -> None:
+        self.weight_version += 1
+
+
+@given(st.integers(0, 25), st.integers(1, 6), st.integers(2, 4), st.integers(0, 1000))
+def test_every_prompt_is_trained_exactly_once(num_prompts: int, batch: int, n: int, seed: int) -> None:
+    backend = ShuffledBackend(seed)
+    num_steps = run(None, make_controller(num_prompts, batch, n), backend)
+    trained = [g.prompt.prompt_id for u in backend.updates for g in u.groups]
+    assert trained == [f"p{i}" for i in range(num_prompts)]  # launch order, however they finished
+    assert num_steps == backend.weight_version == -(-num_prompts // batch)
+    for update in backend.updates:
+        assert all(len(g.responses) == n for g in update.groups)
+        assert update.num_sequences == n * len(update.groups)
+        assert update.num_tokens == sum(r.num_tokens for g in update.groups for r in g.responses)
+
+
+@given(st.integers(0, 1000))
+def test_the_same_events_give_the_same_digest(seed: int) -> None:
+    digests = []
+    for _ in range(2):
+        controller = make_controller(8)
+        run(None, controller, ShuffledBackend(seed))
+        digests.append(controller.digest)
+    assert digests[0] == digests[1]
+
+
+def test_a_different_event_changes_the_digest() -> None:
+    controllers = [make_controller(1, n=2) for _ in range(2)]
+    for controller, tokens in zip(controllers, (3, 4), strict=True):
+        controller.begin_step(1)
+        controller.on(RequestFinished(0.0, 0, 0, tokens, "stop"))
+    assert controllers[0].digest != controllers[1].digest
+
+
+def test_a_request_cannot_finish_or_be_scored_twice() -> None:
+    controller = make_controller(1, n=2)
+    controller.begin_step(1)
+    controller.on(RequestFinished(0.0, 0, 0, 3, "stop"))
+    with pytest.raises(RuntimeError, match="finished twice"):
+        controller.on(RequestFinished(0.0, 0, 0, 3, "stop"))
+    controller.on(RewardDone(0.0, 0, 0, 1.0, False, 0.0))
+    with pytest.raises(RuntimeError, match="scored twice"):
+        controller.on(RewardDone(0.0, 0, 0, 1.0, False, 0.0))
+
+
+def test_responses_of_a_group_spread_over_replicas() -> None:
+    plan = make_controller(4, batch=4, n=4, replicas=2).begin_step(1)
+    assert plan is not None
+    for prompt in {r.prompt.prompt_id for r in plan.requests}:
+        assert sorted(r.replica for r in plan.requests if r.prompt.prompt_id == prompt) == [0, 0, 1, 1]
+    assert [r.index for r in plan.requests] == list(range(16))
+
+
+def test_seeds_differ_by_step_prompt_and_response() -> None:
+    seeds = {request_seed(run, s, p, i) for run in (0, 1) for s in range(3) for p in ("a", "b") for i in range(4)}
+    assert len(seeds) == 2 * 3 * 2 * 4
+    assert all(0 <= s < 2**52 for s in seeds)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollpacker.config import ConfigError
+from rollpacker.runtime.metrics import (
+    METRIC_NAMES,
+    SAMPLE_FIELDS,
+    MetricsWriter,
+    length_metrics,
+    prepare_run_dir,
+    spread,
+)
+
+# The "Metric names" paragraph of spec section 7, without `val-core/*`.
+SPEC_NAMES = """
+training/{global_step,epoch} timing_s/{step,gen,reward,old_log_prob,ref,update_actor,update_weights,save_checkpoint,testing}
+response_length/{mean,max,min,p50,p95,p99,clip_ratio} critic/{rewards,advantages}/{mean,max,min}
+actor/{pg_loss,pg_clipfrac,ppo_kl,entropy,grad_norm,lr} training/rollout_probs_diff_{mean,max}
+training/rollout_logprobs_diff_{mean,max} perf/{throughput,total_num_tokens,time_per_step}
+rollout/{is_long_round,long_queue_len,aborted_prompts,aborted_responses,wasted_token_ratio,num_preemptions,tensor_model_parallel_size}
+bubble/{rollout,reward,train,sync}_ratio stream/{num_groups_streamed,scale_down_progress,overlap_s} planner/{tp,switched}
+reward/{timeout_count,error_count,timeout_budget_s}
+audit/{icc,coverage_p50,coverage_p90,coverage_p95,coverage_p99,own_coverage_p95,num_groups}
+exact/{num_copies,num_rejected,num_forced}
+"""  # noqa: E501
+
+
+def expand(pattern: str) -> list[str]:
+    parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
+    return ["".join(choice) for choice in itertools.product(*parts)]
+
+
+def rows_of(run_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in (run_dir / name).read_text().splitlines()]
+
+
+def sample(**changes: object) -> dict:
+    row = dict.fromkeys(SAMPLE_FIELDS, 1)
+    return {**row, "prompt_id": "p-\u00e9", "round": "short", "domain": "maths", "finish_reason": "stop", **changes}
+
+
+def test_metric_names_are_those_of_the_spec() -> None:
+    assert list(METRIC_NAMES) == [name for pattern in SPEC_NAMES.split() for name in expand(pattern)]
+    assert len(set(METRIC_NAMES)) == len(METRIC_NAMES)
+
+
+def test_each_row_has_every_key_and_is_on_disk_at_once(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write({"training/global_step": 1, "actor/lr": 1e-6, "actor/pg_loss": float("nan"), "planner/tp": None})
+    first = rows_of(tmp_path)  # before close
+    writer.write({"training/global_step": np.int64(2), "actor/lr": np.float32(0.5), "perf/throughput": float("inf")})
+    writer.close()
+    writer.close()
+    rows = rows_of(tmp_path)
+    assert rows[:1] == first and len(rows) == 2
+    assert all(tuple(row) == METRIC_NAMES for row in rows)
+    assert rows[0]["actor/lr"] == 1e-6 and rows[0]["actor/pg_loss"] is None and rows[0]["planner/tp"] is None
+    assert (rows[1]["training/global_step"], rows[1]["actor/lr"], rows[1]["perf/throughput"]) == (2, 0.5, None)
+
+
+def test_booleans_become_numbers(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write({"training/global_step": 1, "rollout/is_long_round": True, "planner/switched": np.bool_(False)})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert '"rollout/is_long_round": 1' in line and '"planner/switched": 0' in line
+
+
+def test_wrong_rows_are_refused_and_not_written(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    with pytest.raises(ValueError, match=r"actor/grad_nrom.*Did you mean actor/grad_norm"):
+        writer.write({"training/global_step": 1, "actor/grad_nrom": 1.0})
+    with pytest.raises(TypeError, match="actor/lr='fast'"):
+        writer.write({"training/global_step": 1, "actor/lr": "fast"})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="global_step=None"):
+        writer.write({"actor/lr": 1.0})
+    writer.write({"training/global_step": 1})
+    with pytest.raises(ValueError, match="global_step=1"):
+        writer.write({"training/global_step": 1})
+    assert len(rows_of(tmp_path)) == 1
+
+
+def test_samples_have_the_fields_of_the_spec_in_order(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write_samples([sample(reward=0.5), dict(reversed(sample(reward=float("nan")).items()))])
+    rows = rows_of(tmp_path, "samples.jsonl")
+    assert [tuple(row) for row in rows] == [SAMPLE_FIELDS, SAMPLE_FIELDS]
+    assert [row["reward"] for row in rows] == [0.5, None] and rows[0]["prompt_id"] == "p-\u00e9"
+    incomplete = sample()
+    del incomplete["epoch"]
+    with pytest.raises(ValueError, match=r"missing \['epoch'\], unknown \['epoc'\]"):
+        writer.write_samples([{**incomplete, "epoc": 0}])
+    assert len(rows_of(tmp_path, "samples.jsonl")) == 2
+
+
+def test_tensorboard_gets_the_finite_values(tmp_path: Path) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    for step in (1, 2):
+        writer.write({"training/global_step": step, "actor/lr": 0.25 * step, "actor/pg_loss": float("nan")})
+    (file,) = (tmp_path / "tensorboard").iterdir()  # read before close: flushed at each step
+    events = list(loader.LegacyEventFileLoader(str(file)).Load())
+    assert events[0].file_version == "brain.Event:2"
+    seen = [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in events[1:]]
+    assert seen == [(s, {"training/global_step": s, "actor/lr": 0.25 * s}) for s in (1, 2)]
+    writer.close()
+
+
+def test_importing_metrics_needs_neither_tensorboard_nor_torch() -> None:
+    code = (
+        "import sys, rollpacker.runtime.metrics; sys.exit(bool({'tensorboard', 'torch', 'rich'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_run_dir_is_created_with_its_config(tmp_path: Path) -> None:
+    assert prepare_run_dir(tmp_path / "a" / "run", "model: {}\n") is None
+    assert (tmp_path / "a" / "run" / "config.yaml").read_text() == "model: {}\n"
+    assert prepare_run_dir(str(tmp_path / "a" / "run"), "second\n") is None  # no metrics yet: not a run
+    assert (tmp_path / "a" / "run" / "config.yaml").read_text() == "second\n"
+
+
+def test_an_earlier_run_is_moved_aside_whole_to_the_first_free_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.2").mkdir()
+    for number in (None, 1, 3, 4):  # 2 is taken
+        moved = prepare_run_dir("run/", f"config {number}")
+        assert moved == (None if number is None else tmp_path / f"run.{number}")
+        MetricsWriter(Path("run"), tensorboard=False).close()
+        (tmp_path / "run" / "mark").write_text(str(number))
+    assert (tmp_path / "run.1" / "mark").read_text() == "None"
+    assert (tmp_path / "run.1" / "config.yaml").read_text() == "config None"
+    assert sorted(p.name for p in (tmp_path / "run.4").iterdir()) == [
+        "config.yaml",
+        "mark",
+        "metrics.jsonl",
+        "samples.jsonl",
+    ]
+
+
+@pytest.mark.parametrize("path", ["file", "file/run", "file/a/run"])
+def test_a_file_in_the_way_is_named(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir=.*file is a file.*choose another"):
+        prepare_run_dir(tmp_path / path, "")
+
+
+def test_a_directory_that_cannot_be_written_is_a_config_error() -> None:
+    if not Path("/proc/self").exists():
+        pytest.skip("needs a file system that refuses even root")
+    with pytest.raises(ConfigError, match="cannot write there"):
+        prepare_run_dir("/proc/rollpacker/run", "")
+
+
+def test_length_metrics_on_known_lengths() -> None:
+    got = length_metrics(list(range(1, 101)), cap=100)
+    assert got == pytest.approx(
+        {
+            "response_length/mean": 50.5,
+            "response_length/max": 100,
+            "response_length/min": 1,
+            "response_length/p50": 50.5,
+            "response_length/p95": 95.05,
+            "response_length/p99": 99.01,
+            "response_length/clip_ratio": 0.01,
+        }
+    )
+    assert got.keys() <= set(METRIC_NAMES)
+    assert set(length_metrics([], cap=8).values()) == {None}
+
+
+def test_spread_on_known_values() -> None:
+    assert spread("critic/rewards", [0.0, 1.0, 0.5]) == {
+        "critic/rewards/mean": 0.5,
+        "critic/rewards/max": 1.0,
+        "critic/rewards/min": 0.0,
+    }
+    assert set(spread("critic/advantages", []).values()) == {None}

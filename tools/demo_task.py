@@ -1,0 +1,98 @@
+"""The demo's task: the remainder of a division by repeated subtraction, every intermediate value written out.
+
+    prompt 47%6=      response 41,35,29,23,17,11,05#5
+
+A response needs as many steps as the quotient, and the quotient is Pareto distributed: a long tail of response lengths
+is part of the problem, and a model of a million parameters on a CPU shows it. This file holds what the data rows, the
+warm start and the reward have to agree on. Standard library only; `score` is the trainer's `reward.function`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CHARACTERS = "0123456789%=,#"  # all that prompts and solutions are written with
+
+# The law of the number of steps. With these values the median is 2 steps and one problem in 70 has 40.
+PARETO_MINIMUM = 1.5
+PARETO_ALPHA = 1.3
+MAX_STEPS = 40
+MAX_DIVISOR = 5
+DIVIDEND_BOUND = 100  # dividends are below it, so two digits always do and all prompts have one length
+
+CARELESS = 0.25  # how often the teacher of the warm start gets a subtraction wrong
+
+_RESPONSE = re.compile(r"(?P<steps>[0-9]+(?:,[0-9]+)*)#(?P<remainder>[0-9]+)")
+
+
+class Problem(NamedTuple):
+    """Find the remainder of the dividend `n` divided by `d`."""
+
+    n: int
+    d: int
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    """Draw the number of steps first, from the Pareto law, then a divisor and a dividend that need so many."""
+    num_steps = int(PARETO_MINIMUM * (1.0 - rng.random()) ** (-1.0 / PARETO_ALPHA))
+    num_steps = max(1, min(MAX_STEPS, num_steps))
+    fitting = [d for d in range(2, MAX_DIVISOR + 1) if d * (num_steps + 1) <= DIVIDEND_BOUND]
+    d = rng.choice(fitting)
+    return Problem(d * num_steps + rng.randrange(d), d)
+
+
+def prompt_text(n: int, d: int) -> str:
+    """Write the question, for example `47%6=`."""
+    return f"{n:02d}%{d}="
+
+
+def solution_text(n: int, d: int, rng: random.Random | None = None, careless: float = 0.0) -> str:
+    """Write a teacher's response, without the end-of-sequence token: `41,35,29,23,17,11,05#5`.
+
+    With probability `careless`, drawn from `rng`, a subtraction takes 1 to 4 too much and the rest goes on from the
+    wrong value. A model taught so knows the procedure and yet fails often: the headroom that RL needs.
+    """
+    steps = []
+    while n >= d:
+        n -= d
+        if rng is not None and rng.random() < careless:
+            n = max(0, n - rng.randint(1, 4))
+        steps.append(f"{n:02d}")
+    return ",".join(steps) + f"#{n}"
+
+
+def answer_text(n: int, d: int) -> str:
+    """Write the ground truth that `score` is given: quotient#remainder, `7#5` for 47%6."""
+    return f"{n // d}#{n % d}"
+
+
+def score(response: str, *, prompt: str, ground_truth: str, finish_reason: str, **unused: Any) -> float:
+    """Give 1.0 for a right remainder after as many steps as the quotient, in a response that ended by itself, else 0.0.
+
+    The remainder alone could be guessed, one time in d. The values of the steps are not judged.
+    """
+    del prompt, unused  # the ground truth says it all
+    found = _RESPONSE.fullmatch(response)
+    if found is None or finish_reason != "stop":
+        return 0.0
+    num_steps = found["steps"].count(",") + 1
+    return float(f"{num_steps}#{found['remainder']}" == ground_truth)
+
+
+def data_rows(num_rows: int, seed: int) -> Iterator[dict[str, str]]:
+    """Give the rows of a prompt file; the same seed gives the same rows. Short problems come often, so rows repeat."""
+    rng = random.Random(seed)
+    for _ in range(num_rows):
+        problem = draw_problem(rng)
+        yield {"prompt": prompt_text(*problem), "answer": answer_text(*problem)}
+
+
+def write_rows(path: Path, num_rows: int, seed: int) -> None:
+    """Write `data_rows` to `path` as JSON lines."""
+    lines = (json.dumps(row) + "\n" for row in data_rows(num_rows, seed))
+    path.write_text("".join(lines), encoding="utf-8")
