@@ -2,9 +2,10 @@
 
     prompt 47%6=      response 41,35,29,23,17,11,05#5
 
-A response needs as many steps as the quotient, and the quotient is Pareto distributed: a long tail of response lengths
-is part of the problem, and a model of a million parameters on a CPU shows it. This file holds what the data rows, the
-warm start and the reward have to agree on. Standard library only; `score` is the trainer's `reward.function`.
+A response needs as many steps as the quotient, and the quotient is Pareto distributed: a long tail of
+lengths is part of the problem, and a model of a million parameters on a CPU shows it. This file holds what
+the data rows, the warm start and the reward have to agree on. `score` is the trainer's `reward.function`.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Problem(NamedTuple):
 
 
 def draw_problem(rng: random.Random) -> Problem:
-    """Draw the number of steps first, from the Pareto law, then a divisor and a dividend that need so many."""
+    """Draw the number of steps from the Pareto law, then a divisor and a dividend that need so many."""
     num_steps = int(PARETO_MINIMUM * (1.0 - rng.random()) ** (-1.0 / PARETO_ALPHA))
     num_steps = max(1, min(MAX_STEPS, num_steps))
     fitting = [d for d in range(2, MAX_DIVISOR + 1) if d * (num_steps + 1) <= DIVIDEND_BOUND]
@@ -54,8 +55,8 @@ def prompt_text(n: int, d: int) -> str:
 def solution_text(n: int, d: int, rng: random.Random | None = None, careless: float = 0.0) -> str:
     """Write a teacher's response, without the end-of-sequence token: `41,35,29,23,17,11,05#5`.
 
-    With probability `careless`, drawn from `rng`, a subtraction takes 1 to 4 too much and the rest goes on from the
-    wrong value. A model taught so knows the procedure and yet fails often: the headroom that RL needs.
+    With probability `careless`, drawn from `rng`, a subtraction takes 1 to 4 too much and the rest goes on
+    from the wrong value. A model taught so knows the procedure and yet fails often: the headroom RL needs.
     """
     steps = []
     while n >= d:
@@ -72,9 +73,10 @@ def answer_text(n: int, d: int) -> str:
 
 
 def score(response: str, *, prompt: str, ground_truth: str, finish_reason: str, **unused: Any) -> float:
-    """Give 1.0 for a right remainder after as many steps as the quotient, in a response that ended by itself, else 0.0.
+    """Give 1.0 for the right remainder after as many steps as the quotient, if the response ended itself.
 
-    The remainder alone could be guessed, one time in d. The values of the steps are not judged.
+    Anything else gives 0.0. The remainder alone could be guessed, one time in d, so the steps are counted;
+    their values are not judged.
     """
     del prompt, unused  # the ground truth says it all
     found = _RESPONSE.fullmatch(response)
@@ -85,7 +87,7 @@ def score(response: str, *, prompt: str, ground_truth: str, finish_reason: str, 
 
 
 def data_rows(num_rows: int, seed: int) -> Iterator[dict[str, str]]:
-    """Give the rows of a prompt file; the same seed gives the same rows. Short problems come often, so rows repeat."""
+    """Give the rows of a prompt file, the same for the same seed; short problems are few, so rows repeat."""
     rng = random.Random(seed)
     for _ in range(num_rows):
         problem = draw_problem(rng)

@@ -1,18 +1,19 @@
 """Make the demo's model and data: a Qwen2 of about a million parameters that half knows how to divide.
 
-The folder has what a real run has: `model/`, a Hugging Face folder that transformers and vLLM load, and the prompt files
-`train.jsonl` and `val.jsonl`. The model is warm-started in about a minute on one core by imitating a careless teacher of
-`demo_task`: sampled, about half of its responses are right, so RL has something to gain and something to start from.
-`demo_model.json` beside them holds the settings and what was measured.
+The folder has what a real run has: `model/`, a Hugging Face folder that transformers and vLLM load, and the
+prompt files `train.jsonl` and `val.jsonl`. The model is warm-started in about a minute on one core by
+imitating a careless teacher of `demo_task`: sampled, about half of its responses are right, so RL has
+something to start from and to gain. `demo_model.json` beside them holds the settings and what was measured.
 
-Invariants: a folder is complete or absent; the same settings give the same folder on machines of one kind (the warm
-start stops after a number of optimizer steps, and one thread does all the sums).
+Invariants: a folder is complete or absent; the same settings give the same folder on machines of one kind
+(the warm start is a number of optimizer steps, and one thread does all the sums).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -20,30 +21,33 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from demo_task import CARELESS, CHARACTERS, Problem, answer_text, draw_problem, prompt_text, score, solution_text
-from demo_task import write_rows
+import demo_task
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-# torch and transformers take seconds to import, so the functions that need them do it: --help and a folder that is
-# there already answer at once.
+# torch and transformers take seconds to import, so the functions that need them do it: --help, and a folder
+# that is there already, answer at once.
+
+# Raise it when a change to this file or to demo_task makes other weights or rows from the same settings.
+RECIPE = 1
 
 REPORT = "demo_model.json"
 OUTPUTS = {"model", "train.jsonl", "val.jsonl", REPORT}
 
-SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<unk>"]  # ids 0 to 3
+SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>"]
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 VOCAB_SIZE = 32
 MAX_POSITION_EMBEDDINGS = 512
-# 0.02, the usual value, is meant for wide models; at a width of 128 it costs the warm start 200 steps more.
+# The usual 0.02 is meant for wide models; at a width of 128 it costs the warm start about 200 steps more.
 INITIALIZER_RANGE = 0.05
 
-ROW_TOKENS = 128  # of a packed row of the warm start; the longest problem with its solution is exactly 128 tokens
+ROW_TOKENS = 128  # of a packed row of the warm start: exactly the longest problem with its solution
 ROWS_PER_BATCH = 4
 LEARNING_RATE = 2e-3
 ADAM_BETAS = (0.9, 0.98)
@@ -52,30 +56,36 @@ MAX_GRAD_NORM = 1.0
 IGNORED_LABEL = -100  # cross_entropy's default
 
 MAX_RESPONSE_TOKENS = 160  # when measuring; right responses have at most 122
-DATA_SEED_OFFSET = {"train.jsonl": 1_000_003, "val.jsonl": 2_000_003}  # apart from each other and from the warm start
+SEED_OFFSETS = {"train.jsonl": 1_000_003, "val.jsonl": 2_000_003}  # apart from each other and the warm start
+
+Say = Callable[[str], None]  # takes a progress line
 
 
 class Batch(TypedDict):
-    """Packed rows; `mask` [rows, 1, tokens, tokens] is True where a token may look: back, inside its own problem."""
+    """Packed rows: the model's inputs by name, and what each position should predict.
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
+    The attention mask [rows, 1, tokens, tokens] is True where a token may look: back, inside its own problem.
+    """
+
+    inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
-    mask: torch.Tensor
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the character-level tokenizer. Encoding puts <bos> in front, as Llama's does; decoding adds nothing."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    """Make the character tokenizer: encoding puts <bos> in front, as Llama's does; decoding adds nothing.
+
+    Byte-level BPE without merges: AutoTokenizer reads the vocabulary of any Qwen2 folder into just that.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokens = SPECIAL_TOKENS + list(CHARACTERS)
-    # Named, so that whatever id an untrained model samples can be decoded; not special, so that the reward sees it.
+    tokens = SPECIAL_TOKENS + list(demo_task.CHARACTERS)
+    # Any id that an untrained model samples can be decoded; not special tokens, so that the reward sees them.
     tokens += [f"<unused{i}>" for i in range(VOCAB_SIZE - len(tokens))]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", BOS_ID)]
     )
@@ -84,7 +94,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
-        unk_token="<unk>",
+        unk_token="<pad>",  # else the Qwen2 class adds one of its own, outside the model's vocabulary
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITION_EMBEDDINGS,
@@ -117,12 +127,12 @@ def build_model(settings: dict[str, Any]) -> Qwen2ForCausalLM:
 
 
 def packed_batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[Batch]:
-    """Give batches of problems with a careless teacher's solutions, packed tightly: padding would cost half the time."""
+    """Give batches of problems and careless solutions, packed tightly: padding would cost half the time."""
     import torch
 
     shape = (ROWS_PER_BATCH, ROW_TOKENS)
     causal = torch.ones(ROW_TOKENS, ROW_TOKENS, dtype=torch.bool).tril()
-    waiting: list[tuple[list[int], int]] = []  # (tokens, length of the prompt): they found no room, and go first next
+    waiting: list[tuple[list[int], int]] = []  # examples that found no room; they go first in the next batch
     while True:
         ids = torch.full(shape, PAD_ID)
         labels = torch.full(shape, IGNORED_LABEL)
@@ -130,7 +140,7 @@ def packed_batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> It
         filled = [0] * ROWS_PER_BATCH
         pending, waiting = waiting, []
         number = 0
-        while len(waiting) < 3:
+        while len(waiting) < ROWS_PER_BATCH - 1:  # the next batch has a row for each: none is ever dropped
             tokens, num_prompt = pending.pop(0) if pending else _encoded_example(tokenizer, rng)
             row = next((r for r in range(ROWS_PER_BATCH) if filled[r] + len(tokens) <= ROW_TOKENS), None)
             if row is None:
@@ -144,21 +154,26 @@ def packed_batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> It
             owner[row, begin:end] = number
             filled[row] = end
         mask = (owner[:, :, None] == owner[:, None, :]) & causal
-        yield Batch(input_ids=ids, position_ids=positions, labels=labels, mask=mask[:, None])
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask[:, None]}
+        yield Batch(inputs=inputs, labels=labels)
 
 
 def _encoded_example(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], int]:
-    """Give the tokens of a prompt and a careless teacher's solution, and how many of them are the prompt's."""
-    problem = draw_problem(rng)
-    prompt: list[int] = tokenizer.encode(prompt_text(*problem))
-    solution: list[int] = tokenizer.encode(solution_text(*problem, rng, CARELESS), add_special_tokens=False)
-    return [*prompt, *solution, EOS_ID], len(prompt)
+    """Give the tokens of a prompt and a careless solution, and how many of them are the prompt's."""
+    problem = demo_task.draw_problem(rng)
+    solution = demo_task.solution_text(*problem, rng, demo_task.CARELESS)
+    prompt_ids: list[int] = tokenizer.encode(demo_task.prompt_text(*problem))
+    solution_ids: list[int] = tokenizer.encode(solution, add_special_tokens=False)
+    return [*prompt_ids, *solution_ids, EOS_ID], len(prompt_ids)
 
 
 def warm_start(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: dict[str, Any], say: Callable[[str], None]
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: dict[str, Any],
+    say: Say,
 ) -> None:
-    """Train on the teacher's solutions for `max_steps` steps or for `seconds`, and say now and then how it goes."""
+    """Train on the teacher's solutions for `max_steps` steps or `seconds`; say now and then how it goes."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -166,32 +181,28 @@ def warm_start(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=ADAM_BETAS, weight_decay=0.0)
     batches = packed_batches(tokenizer, random.Random(settings["seed"]))
     measured_s = 0.0  # spent on progress lines, which is not training time
-    begin, next_report, mean_loss = time.monotonic(), 0.1, None
+    begin, next_report, mean_loss = time.monotonic(), 0.1, math.nan
     for step, batch in enumerate(batches):
         elapsed_s = time.monotonic() - begin - measured_s
         done = elapsed_s / seconds if seconds is not None else step / max_steps
         if done >= next_report:
-            accuracy = measure(model, tokenizer, num_samples=128, seed=1)["accuracy"]
+            num_samples = min(128, settings["eval_samples"])
+            accuracy = measure(model, tokenizer, num_samples=num_samples, seed=1)["accuracy"]
             measured_s = time.monotonic() - begin - elapsed_s
-            say(f"warm start: step {step}, {elapsed_s:.0f} s, loss {mean_loss:.3f}, sampled accuracy {accuracy:.2f}")
+            say(f"step {step}, {elapsed_s:.0f} s: loss {mean_loss:.3f}, sampled accuracy {accuracy:.2f}")
             next_report += 0.2
         if done >= 1.0:
             break
         # A short ramp, half the time at the full rate, then down in a line.
         rate = LEARNING_RATE * min(1.0, (step + 1) / RAMP_STEPS, max(0.05, 2.0 * (1.0 - done)))
         optimizer.param_groups[0]["lr"] = rate
-        logits = model(
-            input_ids=batch["input_ids"],
-            position_ids=batch["position_ids"],
-            attention_mask=batch["mask"],
-            use_cache=False,
-        ).logits
+        logits = model(**batch["inputs"], use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        mean_loss = loss.item() if mean_loss is None else 0.9 * mean_loss + 0.1 * loss.item()
+        mean_loss = loss.item() if step == 0 else 0.9 * mean_loss + 0.1 * loss.item()
 
 
 def generate(
@@ -233,19 +244,18 @@ def measure(
     seed: int,
     is_greedy: bool = False,
 ) -> dict[str, Any]:
-    """Answer `num_samples` drawn problems; give the accuracy and the response lengths in tokens, EOS included."""
-    rng = random.Random(seed)
-    problems: list[Problem] = [draw_problem(rng) for _ in range(num_samples)]
-    prompts = [tokenizer.encode(prompt_text(*problem)) for problem in problems]
+    """Answer drawn problems; give the accuracy and the response lengths in tokens, EOS included."""
+    rows = list(demo_task.data_rows(num_samples, seed))
+    prompts = [tokenizer.encode(row["prompt"]) for row in rows]
     responses = generate(model, prompts, is_greedy=is_greedy, seed=seed)
     rewards = [
-        score(
+        demo_task.score(
             tokenizer.decode(tokens, skip_special_tokens=True),
-            prompt=prompt_text(*problem),
-            ground_truth=answer_text(*problem),
+            prompt=row["prompt"],
+            ground_truth=row["answer"],
             finish_reason="stop" if tokens[-1] == EOS_ID else "length",
         )
-        for problem, tokens in zip(problems, responses, strict=True)
+        for row, tokens in zip(rows, responses, strict=True)
     ]
     lengths = sorted(map(len, responses))
     return {
@@ -256,36 +266,37 @@ def measure(
     }
 
 
-def fill(folder: Path, settings: dict[str, Any], say: Callable[[str], None]) -> str:
+def fill(folder: Path, settings: dict[str, Any], say: Say) -> str:
     """Make everything in the empty `folder`; return the line that sums it up."""
     import torch
     import transformers
 
-    torch.set_num_threads(1)  # a thread more would change the order of the sums, and is slower for so small a model
+    torch.set_num_threads(1)  # a second one would change the order of the sums, for no speed at this size
     transformers.utils.logging.disable_progress_bar()
     begin = time.monotonic()
     tokenizer, model = build_tokenizer(), build_model(settings)
-    report: dict[str, Any] = {"settings": settings, "num_parameters": model.num_parameters(), "measured": None}
-    summary = f"{model.num_parameters():,} parameters, no warm start"
+    num_parameters = model.num_parameters()
+    report: dict[str, Any] = {"settings": settings, "num_parameters": num_parameters, "measured": None}
+    summary = f"{num_parameters:,} parameters, no warm start"
     if settings["max_steps"] != 0:
         warm_start(model, tokenizer, settings, say)
         warm_start_s = time.monotonic() - begin
-        say("measuring: sampled and greedy")
         num_samples = settings["eval_samples"]
         sampled = measure(model, tokenizer, num_samples=num_samples, seed=2)
         greedy = measure(model, tokenizer, num_samples=num_samples, seed=2, is_greedy=True)["accuracy"]
-        report["measured"] = {**sampled, "greedy_accuracy": greedy, "num_samples": num_samples}
-        report["warm_start_s"] = round(warm_start_s, 1)
+        report["measured"] = {**sampled, "greedy_accuracy": greedy, "warm_start_s": round(warm_start_s, 1)}
         summary = (
             f"accuracy sampled {sampled['accuracy']:.2f}, greedy {greedy:.2f}; response length "
             f"p50 {sampled['length_p50_tokens']}, p95 {sampled['length_p95_tokens']}, "
             f"max {sampled['length_max_tokens']} tokens ({num_samples} samples); "
-            f"{model.num_parameters():,} parameters, warm start {warm_start_s:.0f} s"
+            f"{num_parameters:,} parameters, warm start {warm_start_s:.0f} s"
         )
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    # safetensors writes for the owner alone; the others may read the weights where they may read the rest.
+    (folder / "model" / "model.safetensors").chmod((folder / "model" / "config.json").stat().st_mode)
     for name, num_rows in (("train.jsonl", settings["train_rows"]), ("val.jsonl", settings["val_rows"])):
-        write_rows(folder / name, num_rows, DATA_SEED_OFFSET[name] + settings["seed"])
+        demo_task.write_rows(folder / name, num_rows, SEED_OFFSETS[name] + settings["seed"])
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return summary
 
@@ -301,30 +312,30 @@ def is_done(out: Path, settings: dict[str, Any]) -> bool:
     return isinstance(report, dict) and report.get("settings") == settings
 
 
-def make(out: Path, settings: dict[str, Any], say: Callable[[str], None]) -> str:
+def make(out: Path, settings: dict[str, Any], say: Say) -> str:
     """Make the folder `out` under another name beside it and rename it when complete; return the summary.
 
     An older result of this tool is replaced. Raises ValueError where `out` holds anything else.
     """
-    foreign = sorted(set(os.listdir(out)) - OUTPUTS) if out.is_dir() else []
-    if foreign or (out.exists() and not out.is_dir()):
+    found = {path.name for path in out.iterdir()} if out.is_dir() else {"a file"} if out.exists() else set()
+    if foreign := sorted(found - OUTPUTS):
         raise ValueError(
-            f"--out {out}: it is not a folder of this tool ({', '.join(foreign[:3]) or 'a file'} is in the way), "
-            "and making the model would replace it. Name a new folder, or move this one away."
+            f"--out {out}: making the model would replace it, and it holds what this tool did not make "
+            f"({', '.join(foreign[:3])}). Name a new folder, or move this one away."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    half_made = out.with_name(f".{out.name}.partial-{os.getpid()}")
     replaced = out.with_name(f".{out.name}.replaced-{os.getpid()}")
     try:
-        for left_over in (partial, replaced):
+        for left_over in (half_made, replaced):
             shutil.rmtree(left_over, ignore_errors=True)
-        partial.mkdir()
-        summary = fill(partial, settings, say)
+        half_made.mkdir()
+        summary = fill(half_made, settings, say)
         if out.exists():
             out.rename(replaced)
-        partial.rename(out)
+        half_made.rename(out)
     finally:
-        for left_over in (partial, replaced):
+        for left_over in (half_made, replaced):
             shutil.rmtree(left_over, ignore_errors=True)
     return summary
 
@@ -332,29 +343,26 @@ def make(out: Path, settings: dict[str, Any], say: Callable[[str], None]) -> str
 def parse_arguments(arguments: list[str] | None) -> tuple[Path, dict[str, Any]]:
     """Read the command line; return the folder and the settings that its content depends on."""
     parser = argparse.ArgumentParser(
-        description="Make the demo's tiny Qwen2 model (Hugging Face format) and its prompt files. Takes about a minute.",
-        epilog="Run again with the same settings, it finds the result and returns at once.",
+        description="Make the demo's tiny Qwen2 model, a Hugging Face folder, and its prompt files.",
+        epilog="Takes a minute or two; where DIR holds the result of the same settings, nothing is done.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="the folder to make: DIR/model, DIR/train.jsonl, ...")
-    add("--seed", type=int, default=0, help="of weights, warm start and prompt files (default: %(default)s)")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument(
-        "--max-steps", type=int, default=500, metavar="N", help="warm start of N optimizer steps (default: %(default)s)"
-    )
-    length.add_argument(
-        "--seconds", type=float, metavar="S", help="warm start of S seconds instead; how good it gets varies by machine"
-    )
-    length.add_argument("--no-warm-start", action="store_true", help="leave the weights random, for tests")
-    shape = parser.add_argument_group("model shape (the demo runs up to 2 ranks: keep the counts even)")
-    shape.add_argument("--hidden", type=int, default=128, help="hidden size (default: %(default)s)")
-    shape.add_argument("--intermediate", type=int, help="MLP size (default: 2.75 x hidden, in eights)")
-    shape.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
-    shape.add_argument("--heads", type=int, default=4, help="attention heads (default: %(default)s)")
-    shape.add_argument("--kv-heads", type=int, default=2, help="key-value heads (default: %(default)s)")
-    add("--train-rows", type=int, default=2048, help="rows of train.jsonl (default: %(default)s)")
-    add("--val-rows", type=int, default=256, help="rows of val.jsonl (default: %(default)s)")
-    add("--eval-samples", type=int, default=512, help="problems to measure the result on (default: %(default)s)")
+    add, default = parser.add_argument, argparse.SUPPRESS
+    add("--out", type=Path, required=True, metavar="DIR", default=default, help="the folder to make")
+    add("--seed", type=int, default=0, help="of weights, warm start and prompt files")
+    add("--train-rows", type=int, default=2048, help="rows of train.jsonl")
+    add("--val-rows", type=int, default=256, help="rows of val.jsonl")
+    add("--eval-samples", type=int, default=512, help="problems on which the result is measured")
+    add = parser.add_argument_group("warm start (one of)").add_mutually_exclusive_group().add_argument
+    add("--max-steps", type=int, default=500, metavar="N", help="N optimizer steps")
+    add("--seconds", type=float, metavar="S", help="S seconds; what comes out then depends on the machine")
+    add("--no-warm-start", action="store_true", help="none: random weights, for tests")
+    add = parser.add_argument_group("shape (2 ranks need even layers, heads and kv-heads)").add_argument
+    add("--hidden", type=int, default=128, help="hidden size")
+    add("--intermediate", type=int, help="MLP size; None: 2.75 x hidden, a multiple of 8")
+    add("--layers", type=int, default=4, help="transformer layers")
+    add("--heads", type=int, default=4, help="attention heads")
+    add("--kv-heads", type=int, default=2, help="key-value heads")
     options = vars(parser.parse_args(arguments))
     out = options.pop("out").absolute()
     if options.pop("no_warm_start"):
@@ -362,12 +370,30 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Path, dict[str, Any]]:
     if options["seconds"] is not None:
         options["max_steps"] = None
     options["intermediate"] = options["intermediate"] or options["hidden"] * 11 // 32 * 8
-    for name, lowest in (("train_rows", 1), ("val_rows", 1), ("eval_samples", 1), ("layers", 1), ("kv_heads", 1)):
-        if options[name] < lowest:
-            parser.error(f"--{name.replace('_', '-')} {options[name]}: expected {lowest} or more.")
+    for name, value in options.items():
+        lowest = 0 if name in ("seed", "max_steps") else 1
+        if value is not None and value < lowest:
+            parser.error(f"--{name.replace('_', '-')} {value}: expected {lowest} or more.")
     if options["heads"] % options["kv_heads"] or options["hidden"] % (2 * options["heads"]):
-        parser.error(
-            f"--hidden {options['hidden']} --heads {options['heads']} --kv-heads {options['kv_heads']}: expected heads "
-            "to be a multiple of kv-heads and hidden one of 2 x heads (RoPE turns pairs)."
-        )
-    return out, options
+        got = f"--hidden {options['hidden']} --heads {options['heads']} --kv-heads {options['kv_heads']}"
+        parser.error(f"{got}: expected hidden in multiples of 2 x heads, and heads in multiples of kv-heads.")
+    return out, {"recipe": RECIPE, **options}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make the folder, unless it is there already."""
+    out, settings = parse_arguments(arguments)
+    if is_done(out, settings):
+        print(f"{out} already holds the model and data of these settings; nothing to do")
+        return
+    say = partial(print, flush=True)
+    say(f"making {out}")
+    try:
+        say(f"done: {make(out, settings, say)}")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raise, so that the half-made folder is removed
+    main()

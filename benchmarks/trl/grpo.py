@@ -50,6 +50,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="threads a process; 0: CPUs / nproc")
     parser.add_argument("--micro-batch", type=int, default=0, help="samples per forward; 0: all at once")
     parser.add_argument("--generation", choices=("generate", "continuous", "vllm"), default="generate")
+    parser.add_argument("--llm", default="{}", type=json.loads)
+    parser.add_argument("--correct", action="store_true")
     parser.add_argument("--cache", choices=("dynamic", "static"), default="dynamic")
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     return parser.parse_args(argv)
@@ -123,6 +125,7 @@ def make_config(args: argparse.Namespace, output_dir: str) -> GRPOConfig:
         cache_implementation="static" if args.cache == "static" else None,
         use_transformers_continuous_batching=args.generation == "continuous",
         use_vllm=args.generation == "vllm",
+        vllm_importance_sampling_correction=args.correct,
         vllm_max_model_length=args.max_response_length + 96,
         model_init_kwargs={"dtype": "float32", "attn_implementation": args.attention},
         logging_steps=1,
@@ -151,6 +154,8 @@ def make_recorder(samples: int) -> TrainerCallback:
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
             now = time.perf_counter()
             self.seconds, self.mark = now - self.mark, now
+            c = time.process_time()
+            self.cpu, self.cmark = c - getattr(self, "cmark", 0), c
 
         def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, float], **_kwargs: Any) -> None:
             if "completions/mean_length" not in logs:
@@ -158,6 +163,7 @@ def make_recorder(samples: int) -> TrainerCallback:
             row = {
                 "step": state.global_step,
                 "seconds": self.seconds,
+                "cpu": self.cpu,
                 "response_tokens": round(logs["completions/mean_length"] * samples),
                 "max_response_length": logs["completions/max_length"],
                 "reward": logs["reward"],
@@ -188,6 +194,7 @@ def totals(rows: list[dict[str, float]]) -> dict[str, float]:
     return {
         "steps": len(counted),
         "seconds": seconds,
+        "cpu_us_tok": 1e6 * sum(row["cpu"] for row in counted) / tokens,
         "response_tokens": tokens,
         "seconds_per_trained_token": seconds / tokens if tokens else float("nan"),
         "reward": sum(row["reward"] for row in counted) / max(1, len(counted)),
@@ -203,6 +210,13 @@ def train(args: argparse.Namespace) -> None:
     from trl import GRPOTrainer
 
     torch.set_num_threads(args.threads)
+    if args.generation == "vllm":
+        from trl.generation import vllm_generation
+        import functools
+        import vllm._custom_ops
+        if "dtype" not in args.llm:
+            vllm._custom_ops._supports_onednn = False
+        vllm_generation.LLM = functools.partial(vllm_generation.LLM, **{"dtype": "float32"} | args.llm)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     recorder = make_recorder(args.prompts * args.group)
     with tempfile.TemporaryDirectory() as output_dir:
@@ -242,7 +256,7 @@ def launch(args: argparse.Namespace, argv: list[str]) -> int:
     """Start this file again, in as many processes as asked for."""
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    return subprocess.run([*command, str(args.nproc), __file__, *argv], env=env, check=False).returncode
+    return subprocess.run([*command, str(args.nproc), "--", __file__, *argv], env=env, check=False).returncode
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -78,7 +78,7 @@ def encode_row(row: Row, tokenizer: Tokenizer, *, prompt_id: str, where: str) ->
         text, add_special_tokens = _render(row.prompt, tokenizer, where), False
     token_ids = tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
     if not token_ids:
-        raise ConfigError(f"{where}: the prompt {_short(text)} has no tokens; write a prompt or delete the row.")
+        raise ConfigError(f"{where}: the prompt {_short(text)} gives no tokens with the tokenizer of model.path.")
     return Example(prompt_id, text, token_ids, row.ground_truth, row.domain)
 
 

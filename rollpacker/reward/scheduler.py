@@ -148,6 +148,7 @@ class _Worker:
         self.pid = self.process.pid
         self.socket.setblocking(False)
         self.is_ready = False
+        self.is_gone = False  # its socket ended; its exit code, and the sentinel with it, comes a moment later
         self.spawned_s = time.monotonic()
         self.failure = ""
         self.in_flight: deque[_Task] = deque()
@@ -188,6 +189,8 @@ class _Worker:
         return reports, is_alive
 
     def deadline_s(self) -> float:
+        if self.is_gone:
+            return math.inf
         if not self.is_ready:
             return self.spawned_s + _LOAD_TIMEOUT_S
         return math.inf if self.begun_s is None else self.begun_s + self.in_flight[0].timeout_s
@@ -307,15 +310,19 @@ class RewardScheduler:
 
     def _advance(self, timeout_s: float) -> None:
         """Read reports (waiting for one up to `timeout_s`), replace dead and late workers, send tasks."""
-        by_descriptor = {worker.socket.fileno(): worker for worker in self._workers}
+        by_descriptor = {w.process.sentinel if w.is_gone else w.socket.fileno(): w for w in self._workers}
         poller = select.poll()
         for descriptor, worker in by_descriptor.items():
-            poller.register(descriptor, select.POLLIN | (select.POLLOUT if worker.outbox else 0))
+            wants_out = worker.outbox and not worker.is_gone
+            poller.register(descriptor, select.POLLIN | (select.POLLOUT if wants_out else 0))
         if timeout_s:
             next_s = min(worker.deadline_s() for worker in self._workers) - time.monotonic()
             timeout_s = min(timeout_s, max(next_s, 0.0))
         for descriptor, events in poller.poll(math.ceil(timeout_s * 1e3)):
             worker = by_descriptor[descriptor]
+            if worker.is_gone:
+                self._replace(worker, f"the reward function ended its process ({_describe_exit(worker)})")
+                continue
             if events & select.POLLOUT:
                 worker.flush()
             if events & ~select.POLLOUT:
@@ -328,7 +335,7 @@ class RewardScheduler:
     def _dispatch(self) -> None:
         """Send queued tasks: one to each idle worker, and some more while there is a backlog."""
         while self._queue:
-            free = [w for w in self._workers if w.is_ready and len(w.in_flight) < _MAX_IN_FLIGHT]
+            free = [w for w in self._workers if w.is_ready and not w.is_gone and len(w.in_flight) < _MAX_IN_FLIGHT]
             worker = min(free, key=lambda w: len(w.in_flight), default=None)
             if worker is None or (worker.in_flight and len(self._queue) <= _BACKLOG * self._num_workers):
                 return
@@ -347,8 +354,8 @@ class RewardScheduler:
             else:
                 self._answer(worker, seconds, score, message)
         if not is_alive:
-            worker.process.join(timeout=0.1)  # its exit code arrives a moment after the end of its socket
-            self._replace(worker, f"the reward function ended its process ({_describe_exit(worker.process.exitcode)})")
+            worker.kill()
+            worker.is_gone = True
 
     def _answer(self, worker: _Worker, seconds: float, score: float, message: str) -> None:
         task = worker.in_flight.popleft()
@@ -390,7 +397,6 @@ class RewardScheduler:
         self._num_finished += 1
 
 
-def _describe_exit(code: int | None) -> str:
-    if code is None:
-        return "exit code unknown"
+def _describe_exit(worker: _Worker) -> str:
+    code = worker.process.exitcode or 0
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

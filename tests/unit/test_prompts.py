@@ -172,7 +172,7 @@ def test_prompt_without_tokens_names_file_and_line(tmp_path):
             return []
 
     file = write(tmp_path / "a.jsonl", {"prompt": "p", "answer": "1"})
-    with pytest.raises(ConfigError, match=rf"^{file}:1: the prompt 'p' has no tokens"):
+    with pytest.raises(ConfigError, match=rf"^{file}:1: the prompt 'p' gives no tokens"):
         load(file, tokenizer=Silent())
 
 

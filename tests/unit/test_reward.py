@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,45 +13,29 @@ import pytest
 from rollpacker.config import ConfigError
 from rollpacker.reward import math_verifier
 from rollpacker.reward.scheduler import RewardScheduler
-from rollpacker.reward.verifier import exact_match, load_reward_function
+from rollpacker.reward.verifier import load_reward_function
 
-FUNCTIONS = """
-import ctypes, os, signal, subprocess, sys, time
+FUNCTIONS = """import ctypes, os, subprocess, sys, time
 from pathlib import Path
-
 HEAVY = {"torch", "vllm", "mpi4py", "numpy", "megatron", "transformers", "sympy", "pytest"}
-
 def misbehave(response, *, prompt, ground_truth, finish_reason, **extra):
     what, _, argument = response.partition(":")
-    if what == "raise":
-        raise KeyError("no such thing")
-    if what == "hang":
-        while True:
-            pass
-    if what == "exit":
-        os._exit(7)
-    if what == "sys.exit":
-        sys.exit("enough")
-    if what == "segfault":
-        ctypes.string_at(0)
-    if what == "sleep":
-        time.sleep(float(argument))
+    if what == "raise": raise KeyError("no such thing")
+    while what == "hang": pass
+    if what == "exit": os._exit(7)
+    if what == "sys.exit": sys.exit("enough")
+    if what == "segfault": ctypes.string_at(0)
+    if what == "sleep": time.sleep(float(argument))
     if what == "child":
         child = subprocess.Popen(["sleep", "60"])
         Path(argument).write_text(str(child.pid))
         child.wait()
-    if what == "signals":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            os.kill(os.getpid(), number)
     if what == "facts":
         facts = (prompt, ground_truth, finish_reason, extra)
         return float(facts == ("P", "G", "length", {"domain": "D", "prompt_id": "q0"}))
-    if what == "light":
-        return float(not HEAVY & set(sys.modules))
-    if what == "length":
-        return len(argument)
-    if what == "pid":
-        return os.getpid()
+    if what == "light": return float(not HEAVY & set(sys.modules))
+    if what == "length": return len(argument)
+    if what == "pid": return os.getpid()
     return {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None, "true": True}.get(what, 1)
 """
 
@@ -70,31 +55,28 @@ def scheduler(functions):
     scheduler.close()
 
 
-def submit(scheduler, index, response, timeout_s=30.0):
-    scheduler.submit(
-        index,
-        response=response,
-        prompt="P",
-        ground_truth="G",
-        finish_reason="length",
-        domain="D",
-        prompt_id=f"q{index}",
-        timeout_s=timeout_s,
-    )
+def submit(scheduler, index, response, timeout_s=30.0, ground_truth="G"):
+    facts = {"prompt": "P", "ground_truth": ground_truth, "finish_reason": "length", "domain": "D"}
+    scheduler.submit(index, response=response, prompt_id=f"q{index}", timeout_s=timeout_s, **facts)
 
 
 def only(scheduler, response, timeout_s=30.0):
     submit(scheduler, 0, response, timeout_s)
     (result,) = scheduler.wait()
-    assert result.request_index == 0
-    assert scheduler.num_outstanding == 0
+    assert (result.request_index, scheduler.num_outstanding) == (0, 0)
     return result
 
 
+def stat(pid):
+    """State and parent of a process."""
+    state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    return state, int(parent)
+
+
 def is_running(pid):
-    """A process that its parent has not reaped yet is a zombie, and does not run."""
+    """Whether the process runs; one that its parent has not reaped yet is a zombie, and does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return stat(pid)[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -109,17 +91,19 @@ def until(condition, timeout_s=20.0):
 # Verifiers
 
 
-def test_exact_match():
-    facts = {"prompt": "", "finish_reason": "stop"}
-    assert exact_match(" 42\n", ground_truth="42", **facts) == 1.0
-    assert exact_match("the answer is 42", ground_truth="42", **facts) == 0.0
+def test_built_in_verifiers():
+    exact_match = load_reward_function("exact", None)
+    assert exact_match(" 42\n", prompt="", ground_truth="42", finish_reason="stop") == 1.0
+    assert exact_match("the answer is 42", prompt="", ground_truth="42", finish_reason="stop") == 0.0
+    assert load_reward_function("math", None) is math_verifier.score
+    with pytest.raises(ConfigError, match=r"reward\.verifier=judge: expected exact or math"):
+        load_reward_function("judge", None)
 
 
 @pytest.mark.parametrize(
     ("response", "ground_truth", "expected"),
     [
         (r"so \boxed{42}", "42", 1),
-        (r"so \boxed{42.0}", "42", 1),
         (r"first \boxed{1}, no: \boxed{42}, which is 7 more", "42", 1),
         (r"\boxed{42}, no: \boxed{1}", "42", 0),
         (r"\boxed{42} and then \boxed{43", "42", 1),
@@ -134,13 +118,13 @@ def test_exact_match():
         (r"\boxed{1{,}000}", "1000", 1),
         (r"\boxed{0.00001}", "1e-5", 1),
         (r"\boxed{\text{Evelyn}}", "Evelyn", 1),
-        (r"\boxed{\text{B}}", "B", 1),
         (r"\fbox{3}", "3", 1),
+        (r"\boxed{\boxed{3}}", "3", 1),
+        (r"{ { \boxed {\frac{1}{2}} } }", "0.5", 1),
         (r"\boxed{}", "3", 0),
         ("the answer is 42.", "42", 1),
         ("The result is $x = 5$.", "5", 1),
         ("3 then 4", "3", 0),
-        ("no idea", "42", 0),
         ("", "42", 0),
         ("}{" * 100 + r"\boxed{", "42", 0),
     ],
@@ -157,23 +141,6 @@ def test_math_score_sets_no_alarm():
     thread.start()
     thread.join()
     assert scores == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (r"\boxed{a}", "a"),
-        (r"\boxed {a}{b}", "a"),
-        (r"\boxed{\frac{a}{b}} }", r"\frac{a}{b}"),
-        (r"{ { \boxed{a\}b}", r"a\}b"),
-        (r"\boxed{1} \boxed{2", "1"),
-        (r"\boxed{\boxed{3}}", "3"),
-        (r"\boxed", None),
-        ("", None),
-    ],
-)
-def test_last_boxed(text, expected):
-    assert math_verifier.last_boxed(text) == expected
 
 
 # Loading a user's function
@@ -203,7 +170,8 @@ def test_last_boxed(text, expected):
         ("raise ValueError('a\\nb')\n", "{file}:f", ["{file} line 1 raised ValueError: a b"]),
     ],
 )
-def test_bad_function_is_named_with_its_mistake(tmp_path, content, spec, fragments):
+def test_bad_function_is_named_with_its_mistake(tmp_path, monkeypatch, content, spec, fragments):
+    monkeypatch.setattr(sys, "path", [*sys.path])
     file = tmp_path / "rewards.py"
     if content is not None:
         file.write_text(content)
@@ -227,37 +195,21 @@ def test_function_by_relative_path_may_import_its_neighbours(tmp_path, monkeypat
     assert reward("", prompt="", ground_truth="", finish_reason="stop", domain="", prompt_id="") == 0.25
 
 
-def test_built_in_verifiers():
-    assert load_reward_function("exact", None) is exact_match
-    assert load_reward_function("math", None) is math_verifier.score
-    with pytest.raises(ConfigError, match=r"reward\.verifier=judge: expected exact or math"):
-        load_reward_function("judge", None)
-
-
 # The scheduler
 
 
-def test_facts_reach_the_function_and_its_score_comes_back(scheduler):
+def test_facts_reach_a_light_worker_and_its_score_comes_back(scheduler):
     result = only(scheduler, "facts")
     assert (result.score, result.is_error, result.message) == (1.0, False, "")
     assert 0 <= result.execution_s < 1
-
-
-def test_bool_and_int_are_scores(scheduler):
-    assert only(scheduler, "true").score == 1.0
-    assert isinstance(only(scheduler, "true").score, float)
-    assert only(scheduler, "one").score == 1.0
-
-
-def test_worker_imports_nothing_heavy(scheduler):
-    assert only(scheduler, "light").score == 1.0
+    assert [repr(only(scheduler, response).score) for response in ("true", "one", "light")] == ["1.0"] * 3
 
 
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        ("raise", "functions.py line 10 raised KeyError: 'no such thing'"),
-        ("sys.exit", "functions.py line 17 raised SystemExit: enough"),
+        ("raise", "functions.py line 6 raised KeyError: 'no such thing'"),
+        ("sys.exit", "functions.py line 9 raised SystemExit: enough"),
         ("nan", "returned nan, expected a finite number"),
         ("inf", "returned inf, expected a finite number"),
         ("text", "returned '1.0', expected a number"),
@@ -276,11 +228,11 @@ def test_failure_costs_that_sample(scheduler, response, message):
 
 def test_timeout_kills_the_worker_and_what_it_started(scheduler, tmp_path):
     file = tmp_path / "pid"
-    result = only(scheduler, f"child:{file}", timeout_s=0.3)
+    result = only(scheduler, f"child:{file}", timeout_s=0.6)
     assert (result.score, result.is_error) == (0.0, True)
-    assert 0.3 <= result.execution_s < 5
+    assert 0.6 <= result.execution_s < 10
     assert "stopped after" in result.message
-    assert "its limit is 0.3 s" in result.message
+    assert "its limit is 0.6 s" in result.message
     until(lambda: not is_running(int(file.read_text())))
     assert only(scheduler, "one").score == 1.0
 
@@ -290,15 +242,13 @@ def test_result_that_comes_late_is_late_even_if_nobody_polled(scheduler):
     time.sleep(0.3)
     (result,) = scheduler.wait()
     assert (result.score, result.is_error) == (0.0, True)
-    assert "the reward took 0.05" in result.message
+    assert "its limit is 0.01 s" in result.message
 
 
-def test_time_in_the_queue_does_not_count(functions):
-    with_one_worker = RewardScheduler("exact", f"{functions}:misbehave", 1)
-    for index in range(6):
-        submit(with_one_worker, index, "sleep:0.1", timeout_s=0.4)
-    assert [r.is_error for r in with_one_worker.wait()] == [False] * 6
-    with_one_worker.close()
+def test_time_in_the_queue_does_not_count(scheduler):
+    for index in range(8):
+        submit(scheduler, index, "sleep:0.3", timeout_s=1.0)
+    assert [r.is_error for r in scheduler.wait()] == [False] * 8
 
 
 def test_nothing_lost_or_doubled_among_failures(scheduler):
@@ -315,8 +265,7 @@ def test_nothing_lost_or_doubled_among_failures(scheduler):
         is_good = kinds[result.request_index % 8] == "one"
         assert (result.score, result.is_error) == (float(is_good), not is_good)
         assert is_good or f"prompt q{result.request_index}," in result.message
-    assert scheduler.poll() == []
-    assert scheduler.wait() == []
+    assert (scheduler.poll(), scheduler.wait()) == ([], [])
 
 
 def test_wait_gives_results_in_the_order_of_submission(scheduler):
@@ -325,23 +274,23 @@ def test_wait_gives_results_in_the_order_of_submission(scheduler):
     assert [r.request_index for r in scheduler.wait()] == [10, 9, 8, 7, 6]
 
 
-def test_hanging_reward_does_not_hold_up_the_others(scheduler):
-    submit(scheduler, 0, "hang", timeout_s=0.5)
-    for index in range(1, 5):
-        submit(scheduler, index, "one")
-    got = []
-    until(lambda: got.extend(r.request_index for r in scheduler.poll()) or len(got) >= 4)
-    assert sorted(got) == [1, 2, 3, 4]
-    assert [r.is_error for r in scheduler.wait()] == [True]
+def test_hanging_reward_holds_up_neither_the_others_nor_the_owner(functions):
+    with closing(RewardScheduler("exact", f"{functions}:misbehave", 2)) as scheduler:
+        submit(scheduler, 0, "hang", timeout_s=600.0)
+        for index in range(1, 5):
+            submit(scheduler, index, "one")
+        got = []
+        until(lambda: got.extend(r.request_index for r in scheduler.poll()) or len(got) == 4)
+        assert sorted(got) == [1, 2, 3, 4]
+        for index in range(5, 35):  # far more than the sockets hold: a submit that writes it all would wait for ever
+            submit(scheduler, index, "hang:" + "x" * 300_000, timeout_s=600.0)
+        assert (scheduler.poll(), scheduler.num_outstanding) == ([], 31)
 
 
-def test_submit_and_poll_never_wait(scheduler):
-    start_s = time.monotonic()
-    for index in range(30):  # far more than the sockets hold
-        submit(scheduler, index, "sleep:0.6" if index < 2 else "length:" + "x" * 300_000)
-    assert scheduler.poll() == []
-    assert time.monotonic() - start_s < 0.5
-    assert [r.score for r in scheduler.wait()] == [1.0] * 2 + [3e5] * 28
+def test_long_responses_arrive_whole(scheduler):
+    for index in range(30):
+        submit(scheduler, index, "length:" + "x" * (100_000 * index))
+    assert [r.score for r in scheduler.wait()] == [1e5 * index for index in range(30)]
 
 
 def test_backlog_behind_a_late_reward_is_scored_elsewhere(scheduler):
@@ -355,20 +304,19 @@ def test_backlog_behind_a_late_reward_is_scored_elsewhere(scheduler):
 
 
 def test_owner_decides_about_signals(scheduler):
-    assert only(scheduler, "signals").score == 1.0
     pid = int(only(scheduler, "pid").score)
-    os.kill(parent_of(pid), signal.SIGTERM)
+    processes = [pid, stat(pid)[1]]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        for process in processes:
+            os.kill(process, number)
+    time.sleep(0.2)  # nothing is to happen, so there is nothing else to wait for
+    assert all(map(is_running, processes))
     assert only(scheduler, "one").score == 1.0
-    assert is_running(pid)
-
-
-def parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_idle_workers_and_fork_server_that_die_are_replaced(scheduler):
     pid = int(only(scheduler, "pid").score)
-    os.kill(parent_of(pid), signal.SIGKILL)  # the fork server takes its workers along
+    os.kill(stat(pid)[1], signal.SIGKILL)  # the fork server takes its workers along
     until(lambda: not is_running(pid))
     for index in range(6):
         submit(scheduler, index, "one")
@@ -404,9 +352,7 @@ def test_closed_scheduler(functions):
     scheduler.close()
     scheduler.close()
     assert not is_running(pid)
-    assert scheduler.num_outstanding == 0
-    assert scheduler.poll() == []
-    assert scheduler.wait() == []
+    assert (scheduler.num_outstanding, scheduler.poll(), scheduler.wait()) == (0, [], [])
     with pytest.raises(RuntimeError, match="closed"):
         submit(scheduler, 0, "one")
 
@@ -415,31 +361,18 @@ def test_math_in_a_worker_is_warm_after_start():
     scheduler = RewardScheduler("math", None, 1)
     scheduler.start()
     for index, response in enumerate([r"\boxed{4}", r"\boxed{\frac{8}{2}}", r"\boxed{5}"]):
-        scheduler.submit(
-            index,
-            response=response,
-            prompt="2+2",
-            ground_truth="4",
-            finish_reason="stop",
-            domain="math",
-            prompt_id="q",
-            timeout_s=2.0,
-        )
+        submit(scheduler, index, response, timeout_s=10.0, ground_truth="4")
     results = scheduler.wait()
     scheduler.close()
     assert [(r.score, r.is_error) for r in results] == [(1.0, False), (1.0, False), (0.0, False)]
-    assert math.fsum(r.execution_s for r in results) < 1.0
+    assert math.fsum(r.execution_s for r in results) < 2.0
 
 
-# What the owner's end does to the workers. The scripts have no `if __name__ == "__main__"` on purpose: a worker that
-# ran the owner's main module again would write a second line.
-
+# No `if __name__ == "__main__"`, on purpose: a worker that ran the owner's main module again would write a second line.
 OWNER = """
 import multiprocessing, sys, time
-from pathlib import Path
 from rollpacker.reward.scheduler import RewardScheduler, start_forkserver
-with Path(sys.argv[2]).open("a") as log:
-    log.write("main ran\\n")
+print("main ran", file=open(sys.argv[2], "a"), flush=True)
 start_forkserver()
 scheduler = RewardScheduler("exact", sys.argv[1], 2)
 scheduler.start()
@@ -449,23 +382,18 @@ print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "exit_code"),
-    [("time.sleep(600)", -9), ("raise SystemExit(3)", 3)],
-)
-def test_workers_do_not_outlive_the_owner(functions, tmp_path, end, exit_code):
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_workers_do_not_outlive_the_owner(functions, tmp_path, is_killed):
     script, log = tmp_path / "owner.py", tmp_path / "log"
-    script.write_text(OWNER + end)
+    script.write_text(OWNER + ("time.sleep(600)" if is_killed else "raise SystemExit(3)"))
     command = [sys.executable, str(script), f"{functions}:misbehave", str(log)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(pids) == 2
-        server = parent_of(pids[0]) if end.startswith("time") else None
-        if end.startswith("time"):
+        if is_killed:
+            pids.append(stat(pids[0])[1])
             assert all(is_running(pid) for pid in pids)
             owner.kill()
-        assert owner.wait(timeout=20) == exit_code
+        assert owner.wait(timeout=20) == (-9 if is_killed else 3)
         until(lambda: not any(is_running(pid) for pid in pids))
-        if server is not None:
-            until(lambda: not is_running(server))
     assert log.read_text() == "main ran\n"

@@ -1,0 +1,88 @@
+# The commands of this project. `make demo` and `make test` are all a newcomer needs; both do their own set-up.
+#   make demo      train the demo model on two CPU ranks and watch its reward rise
+#   make test      every check that needs no GPU
+#   make env       the set-up alone: system packages, .venv, the package, the demo's model and data
+#   make unit | test-torch | test-mpi-N | test-e2e | lint     parts of `make test`
+#   make bench     speed, against TRL on the same task; writes bench.json
+#   make lock      pin the versions anew (requirements/cpu.lock)
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := assets/demo
+RANKS ?= 2
+
+# Where the CPU build of torch comes from: a local folder of wheels if pip knows one, else PyTorch's own index.
+TORCH_LINKS ?= $(PIP_FIND_LINKS)
+TORCH_INDEX ?= $(if $(TORCH_LINKS),,https://download.pytorch.org/whl/cpu)
+UV_FLAGS := $(if $(TORCH_LINKS),--find-links $(TORCH_LINKS)) \
+            $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strategy unsafe-best-match)
+
+# Open MPI refuses to run as root unless told twice; more ranks than cores need the other two.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export OMP_NUM_THREADS := 1
+MPIRUN := mpirun --oversubscribe --bind-to none
+
+.PHONY: env demo test unit test-torch test-e2e lint bench lock clean
+
+env: $(DEMO)/.ready
+
+demo: env
+	$(MPIRUN) -n $(RANKS) $(BIN)/rollpacker train configs/demo_cpu.yaml $(ARGS)
+
+test: env lint unit test-torch test-mpi-1 test-mpi-2 test-mpi-4 test-e2e
+
+unit: $(VENV)/.ready
+	$(BIN)/python -m pytest tests/unit tests/test_layering.py tests/test_limits.py
+
+test-torch: $(VENV)/.ready
+	$(BIN)/python -m pytest tests/torch
+
+test-mpi-%: $(VENV)/.ready
+	$(MPIRUN) -n $* $(BIN)/python -m pytest --color=no tests/mpi
+
+test-e2e: env
+	$(BIN)/python -m pytest tests/e2e
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: env
+	$(BIN)/python benchmarks/run.py
+
+# The set-up, in three cached stages; each stamp is renewed when what it was made from changes.
+$(VENV)/.mpi:
+	@command -v mpirun >/dev/null && command -v mpicc >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ]; then sudo=""; else sudo="sudo -n"; fi; \
+	  echo "Installing Open MPI (openmpi-bin, libopenmpi-dev) ..."; \
+	  { $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive \
+	      apt-get install -y -qq --no-install-recommends openmpi-bin libopenmpi-dev gcc g++ python3-venv python3-dev >/dev/null; } || { \
+	    echo "Open MPI is missing and could not be installed without root. Ask for the packages openmpi-bin and" \
+	         "libopenmpi-dev (Debian, Ubuntu), or on a cluster: module load openmpi. Then run make again." >&2; exit 1; }; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@mkdir -p $(VENV) && touch $@
+
+$(VENV)/.ready: requirements/cpu.lock pyproject.toml | $(VENV)/.mpi
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "uv>=0.13,<0.14"
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --compile-bytecode $(UV_FLAGS) -r requirements/cpu.lock
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -e .
+	@touch $@
+
+$(DEMO)/.ready: $(VENV)/.ready tools/make_tiny_model.py tools/demo_task.py
+	$(BIN)/python tools/make_tiny_model.py --out $(DEMO)
+	@touch $@
+
+lock: | $(VENV)/.mpi
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "uv>=0.13,<0.14"
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 $(UV_FLAGS) --no-emit-find-links --no-emit-index-url \
+	  --excludes requirements/excludes.txt requirements/cpu.in requirements/dev.in -o requirements/cpu.lock
+
+clean:
+	rm -rf $(VENV) .venv-trl assets outputs bench.json

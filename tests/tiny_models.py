@@ -1,0 +1,71 @@
+"""Small random Hugging Face models: every parameter random, biases and norms too, so that no mapping error hides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rollpacker.comm.samples import Sample
+from rollpacker.training.trainer import TrainSample
+
+VOCAB = 37  # odd: tensor parallelism has to pad it
+
+
+def write_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = VOCAB, num_layers: int = 2) -> Path:
+    """Write a random Qwen2 model of 4 heads and 2 KV heads; the folder."""
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    model = Qwen2ForCausalLM(config).to(torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.15 * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def random_samples(num: int, *, seed: int = 0, vocab_size: int = VOCAB) -> list[TrainSample]:
+    """Ragged samples with both signs of advantage, one of them zero."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for index in range(num):
+        prompt = random.integers(0, vocab_size, random.integers(1, 6)).astype(np.int32)
+        response = random.integers(0, vocab_size, random.integers(1, 25)).astype(np.int32)
+        sample = Sample(index, prompt, response, np.zeros(len(response), np.float32))
+        advantage = 0.0 if index == 1 else float(random.normal())
+        samples.append(TrainSample(sample, advantage, token_weight=1.0))
+    return samples
+
+
+def reference_gradients(
+    folder: Path, samples: list[TrainSample], denominator: int, temperature: float = 1.0
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The same loss in plain PyTorch on the Hugging Face model, one sequence at a time: the oracle.
+
+    Loss = sum over response tokens of -A x exp(logp - stop_gradient(logp)) x weight, over `denominator`.
+    """
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    total = torch.zeros(())
+    for s in samples:
+        tokens = torch.from_numpy(np.concatenate([s.sample.prompt_ids, s.sample.response_ids]).astype(np.int64))
+        logits = model(tokens[None]).logits[0, :-1] / temperature
+        logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[len(s.sample.prompt_ids) - 1 :, 0]
+        ratio = (logprobs - logprobs.detach()).exp()
+        total = total + (-s.advantage * ratio * s.token_weight).sum() / denominator
+    total.backward()
+    return float(total), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
