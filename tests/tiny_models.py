@@ -27,7 +27,7 @@ def write_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = VO
         tie_word_embeddings=tied,
         bos_token_id=1,
         eos_token_id=2,
-        pad_token_id=0,
+        pad_token_id=None,  # transformers gives a padding row of the embedding no gradient
     )
     generator = torch.Generator().manual_seed(seed)
     model = Qwen2ForCausalLM(config).to(torch.float32)

@@ -62,8 +62,7 @@ def start_forkserver() -> None:
     """Start the process that forks the workers, unless it runs already. Call it before MPI_Init."""
     resource_tracker.ensure_running()  # first: it unblocks signals
     forkserver.set_forkserver_preload([__name__])  # the standard library only; a worker then starts in 10 ms, not 150
-    # Schedulers such as Slurm signal every process of a job, but only the owner decides when to stop: the fork server
-    # and the workers inherit the blocked signals.
+    # Slurm signals every process of a job, but only the owner decides: what starts here inherits the blocked signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OWNERS_SIGNALS)
     try:
         forkserver.ensure_running()
@@ -313,20 +312,16 @@ class RewardScheduler:
         by_descriptor = {w.process.sentinel if w.is_gone else w.socket.fileno(): w for w in self._workers}
         poller = select.poll()
         for descriptor, worker in by_descriptor.items():
-            wants_out = worker.outbox and not worker.is_gone
-            poller.register(descriptor, select.POLLIN | (select.POLLOUT if wants_out else 0))
+            poller.register(descriptor, select.POLLIN | (select.POLLOUT if worker.outbox else 0))
         if timeout_s:
             next_s = min(worker.deadline_s() for worker in self._workers) - time.monotonic()
             timeout_s = min(timeout_s, max(next_s, 0.0))
-        for descriptor, events in poller.poll(math.ceil(timeout_s * 1e3)):
+        for descriptor, _ in poller.poll(math.ceil(timeout_s * 1e3)):
             worker = by_descriptor[descriptor]
             if worker.is_gone:
                 self._replace(worker, f"the reward function ended its process ({_describe_exit(worker)})")
-                continue
-            if events & select.POLLOUT:
-                worker.flush()
-            if events & ~select.POLLOUT:
-                self._receive(worker)
+            else:
+                self._exchange(worker)
         now_s = time.monotonic()
         for worker in [w for w in self._workers if w.deadline_s() < now_s]:
             self._end_late(worker, now_s)
@@ -341,7 +336,9 @@ class RewardScheduler:
                 return
             worker.send(self._queue.popleft())
 
-    def _receive(self, worker: _Worker) -> None:
+    def _exchange(self, worker: _Worker) -> None:
+        if worker.outbox:
+            worker.flush()
         reports, is_alive = worker.receive()
         for kind, seconds, score, message in reports:
             if kind == _READY:
@@ -355,6 +352,7 @@ class RewardScheduler:
                 self._answer(worker, seconds, score, message)
         if not is_alive:
             worker.kill()
+            worker.outbox.clear()
             worker.is_gone = True
 
     def _answer(self, worker: _Worker, seconds: float, score: float, message: str) -> None:
@@ -367,8 +365,7 @@ class RewardScheduler:
     def _end_late(self, worker: _Worker, now_s: float) -> None:
         why = f"loading took more than {_LOAD_TIMEOUT_S:g} s"
         if worker.begun_s is not None:
-            taken_s, limit_s = now_s - worker.begun_s, worker.in_flight[0].timeout_s
-            why = f"the reward was stopped after {taken_s:.3g} s, its limit is {limit_s:g} s"
+            why = f"stopped after {now_s - worker.begun_s:.3g} s, its limit is {worker.in_flight[0].timeout_s:g} s"
         self._replace(worker, why)
 
     def _replace(self, worker: _Worker, why: str) -> None:
@@ -399,4 +396,4 @@ class RewardScheduler:
 
 def _describe_exit(worker: _Worker) -> str:
     code = worker.process.exitcode or 0
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"

@@ -215,7 +215,7 @@ def test_facts_reach_a_light_worker_and_its_score_comes_back(scheduler):
         ("text", "returned '1.0', expected a number"),
         ("none", "returned None, expected a number"),
         ("exit", "ended its process (exit code 7)"),
-        ("segfault", "ended its process (signal SIGSEGV)"),
+        ("segfault", "ended its process (signal 11, Segmentation fault)"),
     ],
 )
 def test_failure_costs_that_sample(scheduler, response, message):
