@@ -46,7 +46,7 @@ def build_model(shape: ModelShape, training: TrainingConfig, platform: Platform,
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     with platform.megatron_calls():
-        config = _transformer_config(shape, training)
+        config = _transformer_config(shape, training, is_cpu=platform.name == "cpu")
         model = GPTModel(
             config,
             _layer_spec(training),
@@ -83,7 +83,11 @@ def _layer_spec(training: TrainingConfig) -> Any:
     return spec
 
 
-def _transformer_config(shape: ModelShape, training: TrainingConfig) -> Any:
+def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _transformer_config(shape: ModelShape, training: TrainingConfig, *, is_cpu: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     is_bf16 = training.dtype == "bf16"
@@ -113,8 +117,10 @@ def _transformer_config(shape: ModelShape, training: TrainingConfig) -> Any:
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # Megatron checks it for dense models too: allgather has no varying lengths
         calculate_per_token_loss=True,  # else DDP would pre-scale gradients by 1/DP
-        use_cpu_initialization=True,
-        perform_initialization=False,  # every weight is imported
+        use_cpu_initialization=is_cpu,
+        # Every weight is imported, but Megatron marks the sharded ones (for the gradient norm) only where it initialises.
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,

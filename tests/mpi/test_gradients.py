@@ -6,11 +6,11 @@ Error = max|a - b| / max|b| per parameter, at most 1e-5 in fp32 (spec 4).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import random_samples, reference_gradients, write_model
 
 from rollpacker.comm.world import World
@@ -36,13 +36,49 @@ def model_folder(request: pytest.FixtureRequest, world: World, shared_tmp: Path)
     return folder
 
 
-@contextmanager
+class Grid:
+    """Parallel groups and a model on them. Only the last one is kept: every group costs a gloo thread."""
+
+    current: tuple[object, ...] | None = None
+    parts: tuple[object, ...] = ()
+
+    @classmethod
+    def get(cls, folder: Path, platform: Platform, training: TrainingConfig) -> tuple[object, ...]:
+        wanted = (
+            folder,
+            training.tensor_model_parallel_size,
+            training.pipeline_model_parallel_size,
+            training.use_distributed_optimizer,
+        )
+        if cls.current != wanted:
+            cls.clear()
+            shape = read_model_shape(str(folder))
+            ranks = init_parallel_groups(training, platform, seed=1)
+            model = build_model(shape, training, platform, ranks)
+            cls.current, cls.parts = wanted, (shape, ranks, model, MegatronWeights(model, shape, ranks))
+        return cls.parts
+
+    @classmethod
+    def clear(cls) -> None:
+        from megatron.core import parallel_state
+
+        if cls.current is not None:
+            parallel_state.destroy_model_parallel()
+            for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+                dist.destroy_process_group(group)
+        cls.current = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clear_grid() -> Iterator[None]:
+    yield
+    Grid.clear()
+
+
 def trainer_on(
     folder: Path, platform: Platform, tp: int, pp: int, *, temperature: float = 1.0, **training: object
-) -> Iterator[tuple[Trainer, MegatronWeights]]:
-    """A trainer on the given shape over all ranks, with the weights of `folder`."""
-    from megatron.core import parallel_state
-
+) -> tuple[Trainer, MegatronWeights]:
+    """A fresh trainer on the given shape over all ranks, with the weights of `folder`."""
     training = {"max_tokens_per_gpu": 100, "use_distributed_optimizer": False, "dtype": "fp32", "lr": 1e-3, **training}
     config = Config(
         data=DataConfig(max_response_length=30),
@@ -50,17 +86,11 @@ def trainer_on(
         algorithm=AlgorithmConfig(),
         training=TrainingConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **training),  # type: ignore[arg-type]
     )
-    shape = read_model_shape(str(folder))
-    ranks = init_parallel_groups(config.training, platform, seed=1)
-    model = build_model(shape, config.training, platform, ranks)
-    weights = MegatronWeights(model, shape, ranks)
+    shape, ranks, model, weights = Grid.get(folder, platform, config.training)
     weights.import_hf(str(folder))
     optimizer = build_optimizer(model, config.training, platform)
     schedule = build_lr_schedule(optimizer, config.training, 10)
-    try:
-        yield Trainer(model, optimizer, schedule, config, shape, ranks, platform), weights
-    finally:
-        parallel_state.destroy_model_parallel()
+    return Trainer(model, optimizer, schedule, config, shape, ranks, platform), weights
 
 
 def gradients(
@@ -76,14 +106,14 @@ def gradients(
     **training: object,
 ) -> dict[str, torch.Tensor]:
     """Global gradient by Hugging Face name, accumulated in `chunks` calls on the replica each sample is assigned to."""
-    with trainer_on(folder, platform, tp, pp, temperature=temperature, **training) as (trainer, weights):
-        ranks = weights._ranks
-        mine = assign_to_replicas([s.sample.num_tokens for s in samples], ranks.dp_size)[ranks.dp_rank]
-        trainer.begin()
-        for chunk in range(chunks):
-            trainer.accumulate([samples[i] for i in mine[chunk::chunks]])
-        trainer.reduce_gradients(denominator)
-        return {name: g.clone() for name, g in weights.export_hf(lambda p: p.main_grad)}
+    trainer, weights = trainer_on(folder, platform, tp, pp, temperature=temperature, **training)
+    ranks = weights._ranks
+    mine = assign_to_replicas([s.sample.num_tokens for s in samples], ranks.dp_size)[ranks.dp_rank]
+    trainer.begin()
+    for chunk in range(chunks):
+        trainer.accumulate([samples[i] for i in mine[chunk::chunks]])
+    trainer.reduce_gradients(denominator)
+    return {name: g.clone() for name, g in weights.export_hf(lambda p: p.main_grad)}
 
 
 def worst_error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -161,16 +191,16 @@ def test_one_optimizer_step_is_the_same_everywhere(
     fits(world, tp, pp)
     samples = random_samples(7)
     options = {"adam_eps": 1e-2, "clip_grad": 0.05, "weight_decay": 0.0, "lr": 1e-2}
-    with trainer_on(
+    trainer, weights = trainer_on(
         model_folder, platform, tp, pp, use_distributed_optimizer=use_distributed_optimizer, **options
-    ) as (trainer, weights):
-        ranks = weights._ranks
-        before = {n: t.clone() for n, t in weights.export_hf()}
-        mine = assign_to_replicas([s.sample.num_tokens for s in samples], ranks.dp_size)[ranks.dp_rank]
-        trainer.begin()
-        trainer.accumulate([samples[i] for i in mine])
-        result = trainer.update(50)
-        after = {n: t.clone() for n, t in weights.export_hf()}
+    )
+    ranks = weights._ranks
+    before = {n: t.clone() for n, t in weights.export_hf()}
+    mine = assign_to_replicas([s.sample.num_tokens for s in samples], ranks.dp_size)[ranks.dp_rank]
+    trainer.begin()
+    trainer.accumulate([samples[i] for i in mine])
+    result = trainer.update(50)
+    after = {n: t.clone() for n, t in weights.export_hf()}
     _, reference = reference_gradients(model_folder, samples, denominator=50)
     norm = torch.sqrt(sum((g.double() ** 2).sum() for g in reference.values())).item()  # type: ignore[arg-type]
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
