@@ -14,13 +14,13 @@ from rollpacker.training.trainer import TrainSample
 VOCAB = 37  # odd: tensor parallelism has to pad it
 
 
-def write_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = VOCAB, num_layers: int = 2) -> Path:
-    """Write a random Qwen2 model of 4 heads and 2 KV heads; the folder."""
+def write_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = VOCAB, hidden_size: int = 32) -> Path:
+    """Write a random Qwen2 model of 2 layers, 4 heads and 2 KV heads; the folder."""
     config = Qwen2Config(
         vocab_size=vocab_size,
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=48,
-        num_hidden_layers=num_layers,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,

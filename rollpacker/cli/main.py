@@ -21,7 +21,10 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in _COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.HELP))
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    if unknown := [word for word in rest if word.startswith("-") or "=" not in word]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.overrides = [*arguments.overrides, *rest]  # key=value may stand after an option, too
     try:
         return int(_COMMANDS[arguments.command].run(arguments))
     except ConfigError as error:

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from grid import Grid
 from tiny_models import random_samples, reference_gradients, write_model
 
 from rollpacker.comm.world import World
 from rollpacker.config import AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainingConfig
 from rollpacker.data.packing import assign_to_replicas
-from rollpacker.model_shape import read_model_shape
 from rollpacker.platform.device import Platform
-from rollpacker.training.model import build_model, init_parallel_groups
 from rollpacker.training.optimizer import build_lr_schedule, build_optimizer
 from rollpacker.training.trainer import Trainer, TrainSample
 from rollpacker.weights.refit import MegatronWeights
@@ -34,39 +32,6 @@ def model_folder(request: pytest.FixtureRequest, world: World, shared_tmp: Path)
         write_model(folder, tied=request.param)
     world.comm.Barrier()
     return folder
-
-
-class Grid:
-    """Parallel groups and a model on them. Only the last one is kept: every group costs a gloo thread."""
-
-    current: tuple[object, ...] | None = None
-    parts: tuple[object, ...] = ()
-
-    @classmethod
-    def get(cls, folder: Path, platform: Platform, training: TrainingConfig) -> tuple[object, ...]:
-        wanted = (
-            folder,
-            training.tensor_model_parallel_size,
-            training.pipeline_model_parallel_size,
-            training.use_distributed_optimizer,
-        )
-        if cls.current != wanted:
-            cls.clear()
-            shape = read_model_shape(str(folder))
-            ranks = init_parallel_groups(training, platform, seed=1)
-            model = build_model(shape, training, platform, ranks)
-            cls.current, cls.parts = wanted, (shape, ranks, model, MegatronWeights(model, shape, ranks))
-        return cls.parts
-
-    @classmethod
-    def clear(cls) -> None:
-        from megatron.core import parallel_state
-
-        if cls.current is not None:
-            parallel_state.destroy_model_parallel()
-            for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
-                dist.destroy_process_group(group)
-        cls.current = None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,11 +51,12 @@ def trainer_on(
         algorithm=AlgorithmConfig(),
         training=TrainingConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **training),  # type: ignore[arg-type]
     )
-    shape, ranks, model, weights = Grid.get(folder, platform, config.training)
+    grid = Grid.get(folder, platform, config.training)
+    weights = grid.weights
     weights.import_hf(str(folder))
-    optimizer = build_optimizer(model, config.training, platform)
+    optimizer = build_optimizer(grid.model, config.training, platform)
     schedule = build_lr_schedule(optimizer, config.training, 10)
-    return Trainer(model, optimizer, schedule, config, shape, ranks, platform), weights
+    return Trainer(grid.model, optimizer, schedule, config, grid.shape, grid.ranks, platform), weights
 
 
 def gradients(

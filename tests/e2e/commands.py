@@ -1,0 +1,41 @@
+"""How the end-to-end tests start the program."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+DEMO = REPOSITORY / "assets" / "demo"
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+
+
+def train_command(num_ranks: int, *arguments: str) -> list[str]:
+    """`mpirun -n N rollpacker train configs/demo_cpu.yaml ...`; without mpirun on one rank."""
+    program = [sys.executable, "-m", "rollpacker", "train", "configs/demo_cpu.yaml", *arguments]
+    if num_ranks == 1:
+        return program
+    return ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks), *program]
+
+
+def train(num_ranks: int, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    return run(train_command(num_ranks, *arguments), timeout_s)
+
+
+def run(command: list[str], timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,126 @@
+"""How a job ends when it does not end well: quickly, with a name, and without leaving a process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from commands import ENVIRONMENT, REPOSITORY, train, train_command
+
+
+class Job:
+    """A running two-rank job that has done its first step, found by a marker in its processes' environment."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.marker = f"ROLLPACKER_TEST_JOB={folder}"
+        self.process = subprocess.Popen(
+            train_command(2, "trainer.total_training_steps=500", f"trainer.default_local_dir={folder}", *arguments),
+            cwd=REPOSITORY,
+            env={**ENVIRONMENT, "ROLLPACKER_TEST_JOB": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        metrics = folder / "metrics.jsonl"
+        deadline = time.monotonic() + 150
+        while not (metrics.exists() and metrics.read_text().strip()):
+            assert self.process.poll() is None, self.process.communicate()[1][-3000:]
+            assert time.monotonic() < deadline, "the first step took too long"
+            time.sleep(0.2)
+
+    def pids(self) -> dict[int, str]:
+        """Processes of the job, mpirun and helpers of every kind included, with their command lines."""
+        found = {}
+        for proc in Path("/proc").iterdir():
+            try:
+                if proc.name.isdigit() and self.marker in (proc / "environ").read_bytes().decode(errors="replace"):
+                    found[int(proc.name)] = (proc / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        return found
+
+    def rank_pids(self) -> list[int]:
+        return sorted(p for p, c in self.pids().items() if "-m rollpacker train" in c and "mpirun" not in c)
+
+    def end(self, timeout_s: float) -> tuple[int, str, float]:
+        """Exit code, standard error, and seconds until the end."""
+        start = time.monotonic()
+        _, stderr = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, stderr, time.monotonic() - start
+
+    def assert_nothing_is_left(self) -> None:
+        deadline = time.monotonic() + 10
+        while (left := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not left, left
+
+
+def test_a_killed_rank_takes_the_job_down(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+    victim = job.rank_pids()[1]
+    os.kill(victim, signal.SIGKILL)
+    code, stderr, seconds = job.end(timeout_s=60)
+    assert code != 0
+    assert seconds < 30
+    assert str(victim) in stderr and "signal 9" in stderr, stderr[-2000:]  # mpirun names rank, process and node
+    job.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_leaves_no_process(tmp_path: Path, number: int) -> None:
+    job = Job(tmp_path / "run")
+    job.process.send_signal(number)
+    code, _, seconds = job.end(timeout_s=60)
+    assert code != 0
+    assert seconds < 30
+    job.assert_nothing_is_left()
+
+
+def test_an_exception_names_its_rank(tmp_path: Path) -> None:
+    """A dump that lacks a response fails on the rank that needs it; the others do not wait for it."""
+    folder = tmp_path / "run"
+    dump = tmp_path / "dump"
+    first = train(2, "trainer.total_training_steps=1", f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={dump}")
+    assert first.returncode == 0, first.stderr[-3000:]
+    (dump / "step_000001" / "replica_1.safetensors").unlink()
+    start = time.monotonic()
+    result = train(2, f"rollout.replay={dump}", f"trainer.default_local_dir={folder}")
+    assert result.returncode == 2
+    assert "holds 64 responses of 16 prompts" in result.stderr
+    assert time.monotonic() - start < 60
+
+
+def test_a_reward_that_fails_costs_its_sample_only(tmp_path: Path) -> None:
+    """Raising, dying, hanging and NaN in turn: the run goes on, counts them, and says so."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import os, time\n"
+        "def score(response, *, prompt_id, **_):\n"
+        "    kind = len(response) % 8\n"
+        "    if kind == 1: raise ValueError('no such answer')\n"
+        "    if kind == 2: os._exit(3)\n"
+        "    if kind == 3: return float('nan')\n"
+        "    if kind == 4 and 'x' in prompt_id + 'x': time.sleep(0.4)\n"
+        "    return 1.0\n"
+    )
+    result = train(
+        2,
+        "trainer.total_training_steps=1",
+        "data.train_batch_size=4",
+        "reward.timeout_s=0.2",
+        f"reward.function={reward}:score",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "reward failed" in result.stdout
+    from commands import read_jsonl
+
+    row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
+    assert row["reward/error_count"] > 0
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert len(samples) == 4 * 8
+    assert sum(s["reward"] == 0.0 for s in samples) == row["reward/error_count"]

@@ -1,0 +1,204 @@
+"""The engine inside the rank: refit, seeds, aborts. One engine for the module: TP 1 on one rank, else TP 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from grid import Grid
+from tiny_models import write_model
+
+from rollpacker.comm.world import World
+from rollpacker.config import TrainingConfig
+from rollpacker.platform.device import Platform
+from rollpacker.rollout.engine import EngineOptions, RolloutEngine, SamplingLaw
+from rollpacker.types import Prompt, Request, Response
+from rollpacker.weights.hf import write_hf_folder
+
+VOCAB = 64
+LENGTH = 24
+PROMPTS = [(5, 6, 7), (9,), (11, 12, 13, 14, 15), (20, 3)]
+
+# What an engine of vLLM's own makes of the exported folder, in a process that knows nothing of ours.
+_FRESH_ENGINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+folder, prompts, length = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+llm = LLM(model=folder, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=128)
+law = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
+outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], law, use_tqdm=False)
+print("TOKENS" + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clear_grid() -> Iterator[None]:
+    yield
+    Grid.clear()
+
+
+@pytest.fixture(scope="module")
+def tp(world: World) -> int:
+    return min(world.size, 2)
+
+
+@pytest.fixture(scope="module")
+def model_folder(world: World, shared_tmp: Path) -> Path:
+    folder = shared_tmp / "rollout_model"
+    if world.rank == 0:
+        write_model(folder, tied=True, vocab_size=VOCAB, hidden_size=128, seed=7)
+    world.comm.Barrier()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(world: World, platform: Platform, model_folder: Path, tp: int) -> RolloutEngine:
+    options = EngineOptions(
+        model_path=str(model_folder),
+        tensor_model_parallel_size=tp,
+        max_model_len=128,
+        max_num_seqs=32,
+        max_num_batched_tokens=None,
+        dtype="fp32",
+        gpu_memory_utilization=0.5,
+        enforce_eager=True,
+        kv_cache_gib=1,
+    )
+    return RolloutEngine(options, SamplingLaw(1.0, 1.0, -1, (2,)), platform, seed=0)
+
+
+def decode(engine: RolloutEngine, requests: list[Request]) -> dict[int, Response]:
+    for request in requests:
+        engine.add(request)
+    finished: dict[int, Response] = {}
+    while engine.num_requests:
+        finished.update({r.request.index: r for r in engine.step()})
+    return finished
+
+
+def requests(seeds: list[int], *, first_index: int = 0, max_tokens: int = LENGTH) -> list[Request]:
+    return [
+        Request(first_index + i, Prompt(f"p{i}", PROMPTS[i % len(PROMPTS)]), 0, 0, seed, max_tokens)
+        for i, seed in enumerate(seeds)
+    ]
+
+
+def load_from_megatron(engine: RolloutEngine, platform: Platform, folder: Path, tp: int, version: int) -> Grid:
+    grid = Grid.get(folder, platform, TrainingConfig(tensor_model_parallel_size=tp, dtype="fp32"))
+    grid.weights.import_hf(str(folder))
+    engine.load_weights(grid.weights.export_hf(), version)
+    return grid
+
+
+def test_greedy_after_refit_equals_a_fresh_engine(
+    world: World, platform: Platform, engine: RolloutEngine, model_folder: Path, shared_tmp: Path, tp: int
+) -> None:
+    """The engine has decoded with other weights before; then Megatron's weights go in, and are exported as well."""
+    other = shared_tmp / "other_model"
+    if world.rank == 0:
+        write_model(other, tied=True, vocab_size=VOCAB, hidden_size=128, seed=8)
+    world.comm.Barrier()
+    load_from_megatron(engine, platform, other, tp, 0)
+    decode(engine, requests([1, 2, 3, 4]))
+    grid = load_from_megatron(engine, platform, model_folder, tp, 1)
+    export = shared_tmp / "refit_export"
+    tensors = grid.weights.export_hf()
+    expected = None
+    if world.rank == 0:
+        write_hf_folder(export, model_folder, tensors)
+        expected = fresh_engine_tokens(export)
+    else:
+        for _ in tensors:
+            pass
+    expected = world.comm.bcast(expected)
+    engine._law = SamplingLaw(0.0, 1.0, -1, ())
+    got = decode(engine, requests([0, 0, 0, 0]))
+    engine._law = SamplingLaw(1.0, 1.0, -1, (2,))
+    tokens = [list(got[i].token_ids) for i in range(len(PROMPTS))]
+    for ours, theirs in zip(tokens, expected, strict=True):
+        stop = theirs.index(2) + 1 if 2 in theirs else len(theirs)  # generation_config's EOS ends ours
+        assert ours == theirs[:stop]
+    assert all(r.weight_version == 1 for r in got.values())
+
+
+def fresh_engine_tokens(folder: Path) -> list[list[int]]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI", "PMIX", "RANK", "WORLD", "LOCAL"))}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    result = subprocess.run(
+        [sys.executable, "-c", _FRESH_ENGINE, str(folder), json.dumps(PROMPTS), str(LENGTH)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith("TOKENS")]
+    assert lines, result.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("TOKENS"))
+
+
+def test_tokens_depend_on_the_seed_alone(
+    world: World, platform: Platform, engine: RolloutEngine, model_folder: Path, tp: int
+) -> None:
+    """Same request, other company in the batch: same tokens and log-probs; another seed: others. All ranks agree."""
+    load_from_megatron(engine, platform, model_folder, tp, 2)
+    alone = decode(engine, requests([101]))
+    crowd = decode(engine, requests([101, 102, 103, 104, 105, 106, 107, 108]))
+    assert crowd[0].token_ids == alone[0].token_ids
+    assert max(abs(a - b) for a, b in zip(crowd[0].rollout_logprobs, alone[0].rollout_logprobs, strict=True)) < 1e-5
+    assert crowd[4].token_ids != crowd[0].token_ids  # the same prompt with another seed
+    everywhere = world.comm.allgather({i: r.token_ids for i, r in crowd.items()})
+    assert all(other == everywhere[0] for other in everywhere)
+
+
+def test_rollout_logprobs_are_the_models(
+    world: World, platform: Platform, engine: RolloutEngine, model_folder: Path, tp: int
+) -> None:
+    """Against transformers on the same tokens: within 1e-4, as everywhere."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    load_from_megatron(engine, platform, model_folder, tp, 3)
+    responses = decode(engine, requests([7, 8, 9, 10]))
+    model = Qwen2ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    for response in responses.values():
+        prompt = response.request.prompt.token_ids
+        tokens = torch.tensor([*prompt, *response.token_ids])
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0].log_softmax(-1)
+        theirs = logprobs[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None])[:, 0]
+        assert (theirs - torch.tensor(response.rollout_logprobs)).abs().max() <= 1e-4
+
+
+def test_an_abort_leaves_nothing_behind(
+    world: World, platform: Platform, engine: RolloutEngine, model_folder: Path, tp: int
+) -> None:
+    """Aborted requests free their blocks at once, yield nothing, and do not disturb the others."""
+    load_from_megatron(engine, platform, model_folder, tp, 4)
+    expected = decode(engine, requests([31, 32, 33, 34], max_tokens=60))
+    engine.take_counts()
+    all_requests = requests([31, 32, 33, 34], max_tokens=60)
+    for request in all_requests:
+        engine.add(request)
+    finished = {r.request.index: r for _ in range(3) for r in engine.step()}
+    engine.abort([r for r in all_requests if r.index % 2])
+    while engine.num_requests:
+        finished.update({r.request.index: r for r in engine.step()})
+    kept = {i for i in expected if i % 2 == 0 or len(expected[i].token_ids) <= 3}
+    assert finished.keys() == kept
+    assert all(finished[i].token_ids == expected[i].token_ids for i in kept)
+    assert not engine._scheduler.requests
+    assert engine.kv_cache_usage == 0.0
+
+
+def test_a_refit_with_requests_in_flight_is_refused(engine: RolloutEngine) -> None:
+    request = requests([1])[0]
+    engine.add(request)
+    with pytest.raises(RuntimeError, match="would mix weight versions"):
+        engine.load_weights([], 5)
+    engine.abort([request])
