@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollpacker.config import Config, ConfigError
+from rollpacker.config import Config, ConfigError, check_parallel_shape
 
 SUPPORTED_ARCHITECTURES = ("Qwen2ForCausalLM",)
 
@@ -100,6 +100,14 @@ def _parse(raw: dict[str, Any], architecture: str, where: Path) -> ModelShape:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: the entry {error} is missing or not a number.") from error
+
+
+def check_shapes(config: Config, world_size: int) -> ModelShape:
+    """The model's shape, once the parallel sizes have been found to fit both it and the job's ranks."""
+    check_parallel_shape(config, world_size)
+    shape = read_model_shape(config.model.path)
+    check_model_shape(config, shape)
+    return shape
 
 
 def check_model_shape(config: Config, shape: ModelShape) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rollpacker.config import Config, ConfigError
 from rollpacker.config_file import load_config, to_yaml
+from rollpacker.model_shape import check_shapes
 
 if TYPE_CHECKING:
     from rollpacker.comm.world import World
@@ -38,12 +39,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     start_forkserver()  # before MPI_Init: forking afterwards is unsafe on InfiniBand
     from rollpacker.comm.world import join_world
-    from rollpacker.runtime.worker import Worker, check
 
     world = join_world()
     try:
+        # What costs nothing is checked before torch is imported, so that a typing error shows at once.
         config = world.agree(lambda: load_config(arguments.config, arguments.overrides))
-        checked = world.agree(lambda: check(config, world))
+        shape = world.agree(lambda: check_shapes(config, world.size))
+        from rollpacker.runtime.worker import Worker, check
+
+        checked = world.agree(lambda: check(config, world, shape))
         if arguments.dry_run:
             if world.rank == 0:
                 sys.stdout.write(_describe(config, checked, world))

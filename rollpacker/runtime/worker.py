@@ -11,10 +11,10 @@ from typing import Any
 from rollpacker.comm.exchange import EventExchange
 from rollpacker.comm.groups import ParallelRanks
 from rollpacker.comm.world import World, init_torch_distributed, is_user_terminal
-from rollpacker.config import Config, ConfigError, check_parallel_shape
+from rollpacker.config import Config, ConfigError
 from rollpacker.config_file import to_yaml
 from rollpacker.data.prompts import PromptDataset, PromptOrder, load_examples
-from rollpacker.model_shape import ModelShape, check_model_shape, read_model_shape
+from rollpacker.model_shape import ModelShape
 from rollpacker.platform.device import Platform, select_platform
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.plain import KeepEverything, PlainComposer
@@ -51,11 +51,8 @@ class Checked:
     total_steps: int
 
 
-def check(config: Config, world: World) -> Checked:
-    """Everything that a user may have got wrong, on every rank. Raises ConfigError."""
-    check_parallel_shape(config, world.size)
-    shape = read_model_shape(config.model.path)
-    check_model_shape(config, shape)
+def check(config: Config, world: World, shape: ModelShape) -> Checked:
+    """Everything else that a user may have got wrong, on every rank. Raises ConfigError."""
     platform = select_platform(config.trainer.device)
     tokenizer, stop_token_ids = _load_tokenizer(config.model.path)
     dataset = load_examples(config.data.train_files, tokenizer, max_prompt_length=config.data.max_prompt_length)
