@@ -15,7 +15,7 @@ class ConfigError(ValueError):
     """A user's mistake: shown as one paragraph, exit code 2, no traceback."""
 
 
-def key(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:  # noqa: A002
+def key(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
     """Declare a config key: its default, one sentence of help with the unit, and the values it admits."""
     metadata = {"help": help, "choices": choices}
     if isinstance(default, list):
@@ -25,11 +25,15 @@ def key(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The model to train."""
+
     path: str = key("", "Hugging Face model folder: config.json, safetensors, tokenizer.")
 
 
 @dataclass(frozen=True)
 class DataConfig:
+    """Prompts: where they are, how many a step takes, how long they and their responses may be."""
+
     train_files: list[str] = key([], "Prompt files (.jsonl); relative paths start at the working directory.")
     train_batch_size: int = key(128, "Prompts per optimizer step (P0 of the paper).")
     max_prompt_length: int = key(1024, "Longest prompt, in tokens; longer ones are left out and counted.")
@@ -40,6 +44,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
+    """How responses are sampled, and the vLLM engines that do it."""
+
     n: int = key(8, "Responses per prompt (R0 of the paper): the group size.")
     temperature: float = key(1.0, "Sampling temperature; the train log-probs use the same.")
     top_p: float = key(1.0, "Nucleus sampling; below 1 needs a mismatch correction.")
@@ -57,16 +63,22 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class TailBatchingConfig:
+    """Which responses a step waits for (paper section 4.1)."""
+
     mode: str = key("off", "off = plain synchronous rollout.", ("off",))
 
 
 @dataclass(frozen=True)
 class PlannerConfig:
+    """The rollout tensor-parallel size of a step (paper section 4.2)."""
+
     policy: str = key("fixed", "fixed = rollout.tensor_model_parallel_size in every step.", ("fixed",))
 
 
 @dataclass(frozen=True)
 class RewardConfig:
+    """How responses are scored."""
+
     verifier: str = key("math", "exact = the answer as text; math = math-verify.", ("exact", "math"))
     function: str | None = key(None, "A reward function of your own, path.py:name; replaces the verifier.")
     num_workers: int = key(1, "Processes per replica that score responses while the rollout goes on.")
@@ -75,11 +87,15 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class WeightsConfig:
+    """How trained weights get into the engines."""
+
     refit: str = key("golden", "Train to rollout weights: golden = gather, load by Hugging Face names.", ("golden",))
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
+    """Advantages and loss."""
+
     adv_estimator: str = key("grpo", "Advantage estimator.", ("grpo", "dr_grpo"))
     norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO's advantages by the group's standard deviation.")
     loss: str = key("ppo_clip", "Per-token policy loss.", ("ppo_clip",))
@@ -95,6 +111,8 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
+    """Megatron: parallel shape, precision, batching, optimizer."""
+
     tensor_model_parallel_size: int = key(1, "Tensor-parallel ranks of one training replica.")
     pipeline_model_parallel_size: int = key(1, "Pipeline stages of one training replica.")
     context_parallel_size: int = key(1, "Context-parallel ranks; only 1 in this version.", (1,))
@@ -118,6 +136,8 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
+    """The run: its length, seed, device and files."""
+
     total_epochs: int = key(1, "Passes over the prompts.")
     total_training_steps: int | None = key(None, "Hard cap on optimizer steps; overrides total_epochs.")
     default_local_dir: str = key("outputs/run", "Run directory; an earlier run there is moved aside.")
@@ -134,6 +154,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class ProfilerConfig:
+    """What is recorded for profilers."""
+
     trace: bool = key(True, "Write events.trace.json (open it in Perfetto).")
     nvtx: bool = key(False, "Mark stages with NVTX ranges for Nsight Systems (CUDA only).")
 

@@ -35,7 +35,7 @@ def load_config(path: str, overrides: list[str] | None = None) -> Config:
     """Read a YAML file, apply `section.key=value` overrides, check everything that needs no machine."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        tree = yaml.load(text, _StrictLoader) or {}  # noqa: S506 (a SafeLoader)
+        tree = yaml.load(text, _StrictLoader) or {}
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
@@ -48,7 +48,7 @@ def load_config(path: str, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path}: expected sections (model:, data:, ...), found a {type(tree).__name__}.")
     for override in overrides or []:
         _apply_override(tree, override)
-    config = _build(Config, tree, "")
+    config: Config = _build(Config, tree, "")
     validate(config)
     return config
 
@@ -59,7 +59,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or len(parts) != 2 or not all(parts):
         raise ConfigError(f"override {override!r}: write section.key=value, for example rollout.n=4.")
     try:
-        value = yaml.load(text, _StrictLoader) if text else None  # noqa: S506 (a SafeLoader)
+        value = yaml.load(text, _StrictLoader) if text else None
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML.") from error
     section = tree.setdefault(parts[0], {})

@@ -1,5 +1,6 @@
 """What travels between the controller and a backend: a plan opens a round, events go in, actions come out, an update
-closes the step. Frozen data; the time is carried inside the event, in seconds since the start of the round's clock."""
+closes the step. Frozen data; the time is carried inside the event, in seconds since the start of the round's clock.
+"""
 
 from __future__ import annotations
 

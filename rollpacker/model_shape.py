@@ -13,6 +13,15 @@ from typing import Any
 from rollpacker.config import Config, ConfigError, check_parallel_shape
 
 SUPPORTED_ARCHITECTURES = ("Qwen2ForCausalLM",)
+_REQUIRED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
 
 
 @dataclass(frozen=True)
@@ -81,25 +90,30 @@ def _parse(raw: dict[str, Any], architecture: str, where: Path) -> ModelShape:
         raise ConfigError(f"{where}: use_sliding_window=true is not supported.")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act={raw['hidden_act']} is not supported; only silu (SwiGLU) is.")
-    try:
-        heads = int(raw["num_attention_heads"])
-        return ModelShape(
-            architecture=architecture,
-            num_layers=int(raw["num_hidden_layers"]),
-            hidden_size=int(raw["hidden_size"]),
-            ffn_hidden_size=int(raw["intermediate_size"]),
-            num_attention_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-            vocab_size=int(raw["vocab_size"]),
-            max_position_embeddings=int(raw["max_position_embeddings"]),
-            rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-            rms_norm_eps=float(raw["rms_norm_eps"]),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            has_qkv_bias=architecture == "Qwen2ForCausalLM",
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: the entry {error} is missing or not a number.") from error
+    for name in _REQUIRED:
+        if raw.get(name) is None:
+            raise ConfigError(f"{where}: the entry {name} is missing.")
+    for name in (*_REQUIRED, "num_key_value_heads", "head_dim"):
+        value = raw.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if value is not None and not is_number:
+            raise ConfigError(f"{where}: {name}={value!r} is not a number above 0.")
+    heads = int(raw["num_attention_heads"])
+    return ModelShape(
+        architecture=architecture,
+        num_layers=int(raw["num_hidden_layers"]),
+        hidden_size=int(raw["hidden_size"]),
+        ffn_hidden_size=int(raw["intermediate_size"]),
+        num_attention_heads=heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+        vocab_size=int(raw["vocab_size"]),
+        max_position_embeddings=int(raw["max_position_embeddings"]),
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        rms_norm_eps=float(raw["rms_norm_eps"]),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        has_qkv_bias=architecture == "Qwen2ForCausalLM",
+    )
 
 
 def check_shapes(config: Config, world_size: int) -> ModelShape:

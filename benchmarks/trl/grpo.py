@@ -32,9 +32,7 @@ MAX_PROMPT_LENGTH = 64
 class Score(Protocol):
     """The reward of one response, as tools/demo_task.py defines it."""
 
-    def __call__(
-        self, response: str, *, prompt: str, ground_truth: str, finish_reason: str, **unused: Any
-    ) -> float:
+    def __call__(self, response: str, *, prompt: str, ground_truth: str, finish_reason: str, **unused: Any) -> float:
         """Give the reward."""
 
 

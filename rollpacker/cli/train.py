@@ -48,9 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
         from rollpacker.runtime.worker import Worker, check
 
         checked = world.agree(lambda: check(config, world, shape))
+        if world.rank == 0:
+            sys.stdout.write(_describe(config, checked, world, is_dry_run=arguments.dry_run))
+            sys.stdout.flush()
         if arguments.dry_run:
-            if world.rank == 0:
-                sys.stdout.write(_describe(config, checked, world))
             if checked.rewards is not None:
                 checked.rewards.close()
             return 0
@@ -68,8 +69,11 @@ def _prepare_process() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import logging
     import warnings
 
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -111,8 +115,8 @@ def _summary(worker: Worker, num_steps: int, seconds: float, exported: Path | No
     return rows
 
 
-def _describe(config: Config, checked: Checked, world: World) -> str:
-    """What a dry run prints: the resolved config, then the facts that were checked."""
+def _describe(config: Config, checked: Checked, world: World, *, is_dry_run: bool) -> str:
+    """What is about to run; a dry run shows the whole resolved config before it."""
     training, rollout, shape = config.training, config.rollout, checked.shape
     model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size
     facts = [
@@ -127,4 +131,7 @@ def _describe(config: Config, checked: Checked, world: World) -> str:
         f"steps     {checked.total_steps} of {config.data.train_batch_size} prompts x {rollout.n} responses",
         f"output    {config.trainer.default_local_dir}",
     ]
-    return to_yaml(config) + "\n" + "\n".join(facts) + "\nThe config is good; nothing was started or written.\n"
+    text = "\n".join(facts) + "\n"
+    if is_dry_run:
+        return to_yaml(config) + "\n" + text + "The config is good; nothing was started or written.\n"
+    return text + "Building the Megatron model and the vLLM engine; the first step follows in about half a minute.\n"

@@ -153,10 +153,10 @@ def is_user_terminal() -> tuple[bool, int | None]:
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         stdout = Path(f"/proc/{os.getppid()}/fd/1")
     try:
-        target = os.readlink(stdout)
-        if not target.startswith(("/dev/pts/", "/dev/tty")):
+        target = stdout.readlink()
+        if not str(target).startswith(("/dev/pts/", "/dev/tty")):
             return False, None
-        with Path(target).open("rb") as terminal:
+        with target.open("rb") as terminal:
             return True, os.get_terminal_size(terminal.fileno()).columns
     except OSError:
         return False, None
@@ -174,4 +174,3 @@ def wait_for(test: Callable[[], bool], *, timeout_s: float, what: str) -> None:
             raise RuntimeError(f"waited {timeout_s:.0f} s for {what}; another rank is stuck or gone.")
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 1e-3)
-

@@ -41,9 +41,10 @@ class _NoStream:
 
 class CudaNamesMeanCpu(TorchFunctionMode):
     """Inside this context `device="cuda"` means the CPU, and `tensor.type()` says torch.cuda.FloatTensor, which
-    Megatron's optimizers assert."""
+    Megatron's optimizers assert.
+    """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Rewrite the device of one torch call."""
         kwargs = dict(kwargs) if kwargs else {}
         if str(kwargs.get("device", "")).startswith("cuda"):

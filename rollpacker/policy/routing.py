@@ -5,7 +5,8 @@ from __future__ import annotations
 
 class RequestRouter:
     """Deals responses out to the replicas one by one, so that the responses of a group decode on different replicas and
-    every replica gets as many as the others (give or take one)."""
+    every replica gets as many as the others (give or take one).
+    """
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas

@@ -53,7 +53,9 @@ class ClusterBackend:
         self._weight_version = 0
         # The world ranks of each training replica: every one of them needs the replica's samples.
         dp_ranks = world.comm.allgather(parts.ranks.dp_rank)
-        self._replica_ranks = [[r for r, d in enumerate(dp_ranks) if d == replica] for replica in range(parts.ranks.dp_size)]
+        self._replica_ranks = [
+            [r for r, d in enumerate(dp_ranks) if d == replica] for replica in range(parts.ranks.dp_size)
+        ]
         self._update: UpdatePlan | None = None
         self._report = StepReport()
 
@@ -119,9 +121,7 @@ class ClusterBackend:
         engine.load_weights(self._parts.weights.export_hf(), weight_version)
         engine.wake("kv_cache")
 
-    def _outgoing(
-        self, responses: Sequence[ScoredResponse], samples: dict[int, Sample]
-    ) -> dict[int, list[Sample]]:
+    def _outgoing(self, responses: Sequence[ScoredResponse], samples: dict[int, Sample]) -> dict[int, list[Sample]]:
         """Samples of this rank by destination: replicas are filled by token count, known to all from the events."""
         lengths = [len(r.request.prompt.token_ids) + r.num_tokens for r in responses]
         outgoing: dict[int, list[Sample]] = {}

@@ -9,7 +9,6 @@ that no rank needs another's samples to write.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def write_dump(folder: str, replica: int, update: UpdatePlan, samples: Mapping[i
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_suffix(".partial")
     save_file(arrays, str(aside), metadata={"samples": json.dumps(facts), "step": str(update.step)})
-    os.replace(aside, target)
+    aside.replace(target)
 
 
 def _step_folder(folder: str, step: int) -> Path:
@@ -164,7 +163,7 @@ def _read_dump(path: Path) -> list[_Recorded]:
         with safe_open(str(path), framework="numpy") as file:
             facts = json.loads(file.metadata()["samples"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except Exception as error:  # noqa: BLE001 (safetensors raises its own, undocumented type)
+    except Exception as error:
         raise ConfigError(f"rollout.replay: {path} cannot be read: {error}.") from error
     prompt_ends = np.cumsum(arrays["prompt_lengths"])
     response_ends = np.cumsum(arrays["response_lengths"])

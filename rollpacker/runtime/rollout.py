@@ -222,9 +222,7 @@ class LiveRollout:
         )
         arguments = {"prompt_id": request.prompt.prompt_id, "tokens": len(response.token_ids), "step": self._step}
         name = f"{request.prompt.prompt_id}/{request.response_index}"
-        self._spans.append(
-            Span(name, self._world.rank, "request", self._launch_wall_s, self._world.now(), arguments)
-        )
+        self._spans.append(Span(name, self._world.rank, "request", self._launch_wall_s, self._world.now(), arguments))
 
     def _score(self, action: ScoreResponse) -> None:
         assert self._rewards is not None, "a leader has a reward scheduler"

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_MAX_LOG_RATIO = 80.0
+"""exp of more overflows fp32, and inf x 0 would make the gradient of a clipped token NaN."""
+
 
 @dataclass(frozen=True)
 class ClipRange:
@@ -26,7 +29,7 @@ def ppo_clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: C
 
     All arguments [batch, time]. Returns the loss of each token and whether the clip took effect there.
     """
-    ratio = (logprobs - old_logprobs).exp()
+    ratio = (logprobs - old_logprobs).clamp(max=_MAX_LOG_RATIO).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
     loss = torch.maximum(unclipped, clipped)

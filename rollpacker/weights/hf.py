@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -38,8 +37,10 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
                 raise ConfigError(f"{index} lists {path.name}, which is not there: the folder is incomplete.")
             try:
                 file = self._stack.enter_context(safe_open(str(path), framework="pt"))
-            except Exception as error:  # noqa: BLE001 (safetensors raises its own, undocumented type)
-                raise ConfigError(f"{path} cannot be read as safetensors: {error}. Download or copy it again.") from error
+            except Exception as error:
+                raise ConfigError(
+                    f"{path} cannot be read as safetensors: {error}. Download or copy it again."
+                ) from error
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def read(self, name: str, *, dim: int = 0, start: int | None = None, stop: int | None = None) -> torch.Tensor:
@@ -81,7 +82,7 @@ def write_hf_folder(target: str | Path, source: str | Path, named_tensors: Itera
     (aside / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
     _carry_along(source, aside, str(dtype).removeprefix("torch."))
     shutil.rmtree(target, ignore_errors=True)
-    os.replace(aside, target)
+    aside.replace(target)
 
 
 def _in_files(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:

@@ -84,7 +84,9 @@ def test_an_exception_names_its_rank(tmp_path: Path) -> None:
     """A dump that lacks a response fails on the rank that needs it; the others do not wait for it."""
     folder = tmp_path / "run"
     dump = tmp_path / "dump"
-    first = train(2, "trainer.total_training_steps=1", f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={dump}")
+    first = train(
+        2, "trainer.total_training_steps=1", f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={dump}"
+    )
     assert first.returncode == 0, first.stderr[-3000:]
     (dump / "step_000001" / "replica_1.safetensors").unlink()
     start = time.monotonic()

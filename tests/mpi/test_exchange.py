@@ -90,7 +90,7 @@ def test_a_stray_controller_is_named(world: World) -> None:
     exchange = EventExchange(world.comm, timeout_s=60)
     stray = world.size - 1
     exchange.post(report(world, digest=8 if world.rank == stray else 7))
-    with pytest.raises(RuntimeError, match="the controllers of ranks|differ from the others") as error:
+    with pytest.raises(RuntimeError, match="differ from the others") as error:
         exchange.complete()
     if world.size > 2:
         assert f"[{stray}]" in str(error.value)

@@ -93,9 +93,7 @@ def fits(world: World, tp: int, pp: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "pp"), SHAPES)
-def test_gradients_equal_plain_pytorch(
-    world: World, platform: Platform, model_folder: Path, tp: int, pp: int
-) -> None:
+def test_gradients_equal_plain_pytorch(world: World, platform: Platform, model_folder: Path, tp: int, pp: int) -> None:
     fits(world, tp, pp)
     samples = random_samples(7)
     _, reference = reference_gradients(model_folder, samples, denominator=50)

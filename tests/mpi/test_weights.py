@@ -82,7 +82,7 @@ def test_incomplete_folders_are_named(world: World, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no tensor 'b'"):
             folder.read("b")
     (tmp_path / "m" / "model-00001.safetensors").unlink()
-    with pytest.raises(ConfigError, match="model-00001.safetensors, which is not there"):
+    with pytest.raises(ConfigError, match=r"model-00001\.safetensors, which is not there"):
         SafetensorsFolder(tmp_path / "m")
     (tmp_path / "m" / "model-00001.safetensors").write_bytes(b"not a tensor")
     with pytest.raises(ConfigError, match="cannot be read as safetensors"):

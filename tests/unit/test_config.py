@@ -89,9 +89,9 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
 def test_parallel_shapes_come_with_their_equation(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD, "training.tensor_model_parallel_size=2", "training.pipeline_model_parallel_size=2")
     check_parallel_shape(config, 8)
-    with pytest.raises(ConfigError, match="2 x 2 = 4 does not divide the 6 rank"):
+    with pytest.raises(ConfigError, match=r"2 x 2 = 4 does not divide the 6 rank"):
         check_parallel_shape(config, 6)
-    with pytest.raises(ConfigError, match="rollout.tensor_model_parallel_size=3 does not divide the 4"):
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_model_parallel_size=3 does not divide the 4"):
         check_parallel_shape(load(tmp_path, GOOD, "rollout.tensor_model_parallel_size=3"), 4)
 
 

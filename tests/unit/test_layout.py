@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ def test_segments_cover_every_row_exactly_once(case: tuple[ModelShape, int]) -> 
     for hf_name, spans in covered.items():
         spans.sort()
         assert spans[0][0] == 0, hf_name
-        assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False)), hf_name
+        assert all(a[1] == b[0] for a, b in pairwise(spans)), hf_name
 
 
 @given(shapes())

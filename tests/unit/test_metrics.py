@@ -31,7 +31,7 @@ bubble/{rollout,reward,train,sync}_ratio stream/{num_groups_streamed,scale_down_
 reward/{timeout_count,error_count,timeout_budget_s}
 audit/{icc,coverage_p50,coverage_p90,coverage_p95,coverage_p99,own_coverage_p95,num_groups}
 exact/{num_copies,num_rejected,num_forced}
-"""  # noqa: E501
+"""
 
 
 def expand(pattern: str) -> list[str]:
