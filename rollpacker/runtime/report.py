@@ -106,6 +106,10 @@ class StepReporter:
         self._sinks.metrics.write_samples(_sample_rows(update, rollout.facts.launch_s, report.weight_version))
         if self._sinks.trace is not None:
             self._sinks.trace.add(span for rank in gathered for span in rank.spans)
+            for rank, facts in enumerate(r.facts for r in gathered):
+                self._sinks.trace.add_counter(rank, "quanta", report.end_s, facts.num_quanta)
+                self._sinks.trace.add_counter(rank, "control_cpu_s", report.end_s, facts.control_cpu_s)
+                self._sinks.trace.add_counter(rank, "engine_busy_s", report.end_s, facts.engine_busy_s)
         failures = [m for rank in gathered for m in rank.reward_messages]
         for message in failures[:_MAX_REWARD_MESSAGES]:
             self._sinks.display.note(f"reward failed: {message}")
