@@ -27,10 +27,14 @@ def world() -> World:
     return _WORLD
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="what the ranks compute on")
+
+
 @pytest.fixture(scope="session")
-def platform(world: World) -> Platform:
-    """The CPU platform with torch.distributed up."""
-    platform = select_platform("cpu")
+def platform(world: World, request: pytest.FixtureRequest) -> Platform:
+    """The platform of --device with torch.distributed up."""
+    platform = select_platform(request.config.getoption("--device"))
     platform.prepare(world.local_rank)
     init_torch_distributed(world, platform.torch_backend, 120.0)
     return platform

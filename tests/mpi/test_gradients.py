@@ -79,7 +79,7 @@ def gradients(
     for chunk in range(chunks):
         trainer.accumulate([samples[i] for i in mine[chunk::chunks]])
     trainer.reduce_gradients(denominator)
-    return {name: g.clone() for name, g in weights.export_hf(lambda p: p.main_grad)}
+    return {name: g.clone().cpu() for name, g in weights.export_hf(lambda p: p.main_grad)}
 
 
 def worst_error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -159,12 +159,12 @@ def test_one_optimizer_step_is_the_same_everywhere(
         model_folder, platform, tp, pp, use_distributed_optimizer=use_distributed_optimizer, **options
     )
     ranks = weights._ranks
-    before = {n: t.clone() for n, t in weights.export_hf()}
+    before = {n: t.clone().cpu() for n, t in weights.export_hf()}
     mine = assign_to_replicas([s.sample.num_tokens for s in samples], ranks.dp_size)[ranks.dp_rank]
     trainer.begin()
     trainer.accumulate([samples[i] for i in mine])
     result = trainer.update(50)
-    after = {n: t.clone() for n, t in weights.export_hf()}
+    after = {n: t.clone().cpu() for n, t in weights.export_hf()}
     _, reference = reference_gradients(model_folder, samples, denominator=50)
     norm = torch.sqrt(sum((g.double() ** 2).sum() for g in reference.values())).item()  # type: ignore[arg-type]
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
