@@ -142,7 +142,7 @@ class TrainerConfig:
     total_training_steps: int | None = key(None, "Hard cap on optimizer steps; overrides total_epochs.")
     default_local_dir: str = key("outputs/run", "Run directory; an earlier run there is moved aside.")
     rollout_data_dir: str | None = key(None, "Dump each round's samples here, for rollout.replay.")
-    save_freq: int = key(-1, "Export the model every so many steps; -1 = at the end only, 0 = never.")
+    save_freq: int = key(-1, "Export the model every so many steps and at the end; -1 = at the end only, 0 = never.")
     logger: list[str] = key(["console", "tensorboard"], "Where metrics go besides metrics.jsonl.")
     project_name: str = key("rollpacker", "Name shown by loggers.")
     experiment_name: str = key("run", "Name shown by loggers.")
@@ -190,6 +190,7 @@ _AT_LEAST: dict[str, float] = {
     "reward.timeout_s": 0.01,
     "algorithm.clip_ratio_low": 0,
     "algorithm.clip_ratio_high": 0,
+    "algorithm.clip_ratio_c": 1,
     "training.tensor_model_parallel_size": 1,
     "training.pipeline_model_parallel_size": 1,
     "training.micro_batch_size": 1,

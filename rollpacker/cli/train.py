@@ -89,7 +89,10 @@ def _train(worker: Worker) -> int:
         display.start()
     try:
         num_steps = run_loop(worker.checked.total_steps, worker.controller, worker.backend)
-        exported = worker.export_model(num_steps) if config.trainer.save_freq != 0 and num_steps else None
+        is_exported = config.trainer.save_freq > 0 and num_steps % config.trainer.save_freq == 0
+        exported = worker.model_folder(num_steps) if num_steps and config.trainer.save_freq else None
+        if exported is not None and not is_exported:
+            worker.export_model(num_steps)
     finally:
         worker.close()
     if display is not None:

@@ -40,6 +40,7 @@ class Parts:
     ranks: ParallelRanks
     timer: StageTimer
     reporter: StepReporter
+    export_model: Callable[[int], object]
 
 
 class ClusterBackend:
@@ -109,6 +110,11 @@ class ClusterBackend:
         with parts.timer.stage("update_weights"):
             self.refit(self._weight_version)
         assert self._update is not None, "apply_update() comes before sync_weights()"
+        save_freq = self._config.trainer.save_freq
+        if save_freq > 0 and self._update.step % save_freq == 0:
+            parts.reporter.on_stage("save_checkpoint")
+            with parts.timer.stage("save_checkpoint"):
+                parts.export_model(self._update.step)
         self._report.end_s = self._world.now()
         parts.reporter.end_step(self._update, self._report, parts.rollout, parts.timer)
 

@@ -151,6 +151,7 @@ class StepReporter:
             "timing_s/reward": reward_s,
             "timing_s/update_actor": train_s,
             "timing_s/update_weights": sync_s,
+            "timing_s/save_checkpoint": slowest("save_checkpoint"),
             "perf/time_per_step": step_s,
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / step_s / self._world.size,

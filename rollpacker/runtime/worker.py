@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Checked:
 def check(config: Config, world: World, shape: ModelShape) -> Checked:
     """Everything else that a user may have got wrong, on every rank. Raises ConfigError."""
     platform = select_platform(config.trainer.device)
+    _check_device_features(config, platform)
     tokenizer, stop_token_ids = _load_tokenizer(config.model.path)
     dataset = load_examples(config.data.train_files, tokenizer, max_prompt_length=config.data.max_prompt_length)
     placement = place(world.rank, config.rollout.tensor_model_parallel_size)
@@ -72,6 +74,21 @@ def check(config: Config, world: World, shape: ModelShape) -> Checked:
             "this run at the full learning rate; lower it."
         )
     return Checked(shape, platform, tokenizer, stop_token_ids, dataset, replay, rewards, placement, total_steps)
+
+
+def _check_device_features(config: Config, platform: Platform) -> None:
+    """Refuse what this device or this installation does not have."""
+    if config.profiler.nvtx and platform.name != "cuda":
+        raise ConfigError(
+            f"profiler.nvtx=true marks CUDA ranges, but the ranks run on {platform.name}; set it to false."
+        )
+    if config.training.attention_backend == "te":
+        from rollpacker.training.attention import has_transformer_engine
+
+        if not has_transformer_engine():
+            raise ConfigError(
+                "training.attention_backend=te, but transformer-engine cannot be imported (it needs a GPU). Use sdpa or auto."
+            )
 
 
 def _total_steps(config: Config, num_prompts: int, replay: ReplayRollout | None) -> int:
@@ -131,16 +148,18 @@ class Worker:
         """What the user sees; rank 0 only."""
         return self._sinks.display if self._sinks else None
 
-    def export_model(self, step: int) -> Path:
+    def model_folder(self, step: int) -> Path:
+        """Where the model of a step is exported to."""
+        return self.run_dir / "checkpoints" / f"step_{step}" / "huggingface"
+
+    def export_model(self, step: int) -> None:
         """Write the trained weights as a Hugging Face folder. Collective; rank 0 writes."""
-        target = self.run_dir / "checkpoints" / f"step_{step}" / "huggingface"
         tensors = self.weights.export_hf()
         if self.world.rank == 0:
-            write_hf_folder(target, self.config.model.path, tensors)
+            write_hf_folder(self.model_folder(step), self.config.model.path, tensors)
         else:
             for _ in tensors:
                 pass
-        return target
 
     def close(self) -> None:
         """End the reward workers and finish the files."""
@@ -161,7 +180,12 @@ class Worker:
         return Sinks(
             metrics=MetricsWriter(self.run_dir, tensorboard="tensorboard" in trainer.logger),
             trace=TraceWriter(self.run_dir / "events.trace.json") if self.config.profiler.trace else None,
-            display=ProgressDisplay(self.checked.total_steps, is_terminal=is_terminal, width=width, stream=sys.stdout),
+            display=ProgressDisplay(
+                self.checked.total_steps,
+                is_terminal=is_terminal,
+                width=width,
+                stream=sys.stdout if "console" in trainer.logger else io.StringIO(),
+            ),
         )
 
     def _build_trainer(self, model: Any, ranks: ParallelRanks) -> Trainer:
@@ -216,6 +240,7 @@ class Worker:
             ranks=self.ranks,
             timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx),
             reporter=StepReporter(world, self._sinks, max_response_length=config.data.max_response_length),
+            export_model=self.export_model,
         )
         return ClusterBackend(parts, config, world, lambda: self.controller.digest)
 

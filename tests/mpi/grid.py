@@ -36,6 +36,7 @@ class Grid:
             training.tensor_model_parallel_size,
             training.pipeline_model_parallel_size,
             training.use_distributed_optimizer,
+            training.recompute_granularity,
         )
         if cls._key != key or cls._current is None:
             cls.clear()

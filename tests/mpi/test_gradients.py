@@ -115,12 +115,13 @@ def test_gradients_under_a_temperature(world: World, platform: Platform, model_f
         (1, {"max_tokens_per_gpu": 10_000}),
         (3, {"max_tokens_per_gpu": 40}),
         (7, {"micro_batch_size": 2}),
+        (2, {"recompute_granularity": "full"}),
     ],
 )
 def test_gradients_do_not_depend_on_the_split(
     world: World, platform: Platform, model_folder: Path, chunks: int, training: dict[str, object]
 ) -> None:
-    """Micro-batches of one, all in one, and uneven chunks, some of them empty on some replicas."""
+    """Micro-batches of one, all in one, uneven chunks (some empty on some replicas), recomputed activations."""
     samples = random_samples(7)
     whole = gradients(model_folder, platform, 1, 1, samples, denominator=50)
     split = gradients(model_folder, platform, 1, 1, samples, denominator=50, chunks=chunks, **training)
