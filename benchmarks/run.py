@@ -97,7 +97,7 @@ def summarize_ours(run: dict[str, Any], num_parameters: int) -> list[dict[str, A
         ),
         entry(
             "train", train_tokens / train_s, "tokens/s",
-            f"fp32 GEMM of one core x {NUM_RANKS}, {gemm / 1e9:.0f} GFLOP/s each (ratio: 6 x parameters x tokens/s over it)",
+            f"fp32 GEMM of one core x {NUM_RANKS}, {gemm / 1e9:.0f} GFLOP/s each (ratio: 6 x parameters x tokens/s)",
             6 * num_parameters * train_tokens / train_s / (NUM_RANKS * gemm),
         ),
         entry(
@@ -109,9 +109,9 @@ def summarize_ours(run: dict[str, Any], num_parameters: int) -> list[dict[str, A
             "exchange and controller, per quantum", per_quantum_ms, "ms CPU",
             "50 ms, the length of a quantum (ratio: share of it)", per_quantum_ms / 50,
         ),
-        entry("exchange and controller, share of the step", control_s / step_s, "", "0.02 (target)", control_s / step_s / 0.02),
+        entry("exchange and controller, share of step", control_s / step_s, "", "0.02 (target)", control_s / step_s / 0.02),
         entry("share of the step outside gen and train", outside, "", "refit, sample exchange, reporting", None),
-        entry("rollout bubble", total(rows, "bubble/rollout_ratio") / len(rows), "", "the longest response of the round", None),
+        entry("rollout bubble", total(rows, "bubble/rollout_ratio") / len(rows), "", "the longest response", None),
     ]  # fmt: skip
 
 

@@ -117,7 +117,7 @@ class TrainingConfig:
     pipeline_model_parallel_size: int = key(1, "Pipeline stages of one training replica.")
     context_parallel_size: int = key(1, "Context-parallel ranks; only 1 in this version.", (1,))
     sequence_parallel: bool = key(False, "Megatron's sequence parallelism (needs transformer-engine).")
-    attention_backend: str = key("auto", "te = transformer-engine, sdpa = torch.", ("auto", "te", "sdpa"))
+    attention_backend: str = key("auto", "auto = sdpa = torch's attention kernels.", ("auto", "sdpa"))
     use_distributed_optimizer: bool = key(True, "Shard the optimizer state over the data-parallel ranks.")
     dtype: str = key("bf16", "Parameters and activations; gradients and optimizer stay fp32.", ("fp32", "bf16"))
     micro_batch_size: int | None = key(None, "Sequences per micro-batch; null = as many as the token budget admits.")
@@ -144,8 +144,8 @@ class TrainerConfig:
     rollout_data_dir: str | None = key(None, "Dump each round's samples here, for rollout.replay.")
     save_freq: int = key(-1, "Export the model every so many steps and at the end; -1 = at the end only, 0 = never.")
     logger: list[str] = key(["console", "tensorboard"], "Where metrics go besides metrics.jsonl.")
-    project_name: str = key("rollpacker", "Name shown by loggers.")
-    experiment_name: str = key("run", "Name shown by loggers.")
+    project_name: str = key("rollpacker", "Name of the run, shown at its start.")
+    experiment_name: str = key("run", "Name of the run, shown at its start.")
     seed: int = key(0, "Seed of everything that is drawn.")
     deterministic: bool = key(False, "Virtual time, fixed quanta: the same metrics twice for the same seed.")
     device: str = key("auto", "What the ranks run on.", ("auto", "cpu", "cuda"))
@@ -182,7 +182,6 @@ _AT_LEAST: dict[str, float] = {
     "data.train_batch_size": 1,
     "data.max_prompt_length": 1,
     "data.max_response_length": 1,
-    "rollout.n": 1,
     "rollout.tensor_model_parallel_size": 1,
     "rollout.max_num_seqs": 1,
     "rollout.quantum_ms": 1,
@@ -191,6 +190,10 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.clip_ratio_low": 0,
     "algorithm.clip_ratio_high": 0,
     "algorithm.clip_ratio_c": 1,
+    "rollout.kv_cache_gib": 1,
+    "rollout.max_num_batched_tokens": 1,
+    "training.weight_decay": 0,
+    "training.adam_eps": 0,
     "training.tensor_model_parallel_size": 1,
     "training.pipeline_model_parallel_size": 1,
     "training.micro_batch_size": 1,
@@ -232,6 +235,12 @@ def _validate_sampling(config: Config) -> None:
             f"rollout.temperature={rollout.temperature:g}: must be above 0. Greedy responses are all alike, so a "
             "group has no advantage to learn from; use a temperature near 1."
         )
+    for dotted, value in (
+        ("rollout.top_p", rollout.top_p),
+        ("rollout.gpu_memory_utilization", rollout.gpu_memory_utilization),
+    ):
+        if not 0 < value <= 1:
+            raise ConfigError(f"{dotted}={value:g}: must be above 0 and at most 1.")
     if rollout.top_p < 1 or rollout.top_k > 0:
         raise ConfigError(
             f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: truncated sampling needs a mismatch "

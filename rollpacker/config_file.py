@@ -114,6 +114,8 @@ def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None)
         if not isinstance(items, list) or not all(isinstance(i, str) for i in items):
             raise ConfigError(f"{dotted}={value!r}: expected a list of strings.")
         return items
+    if value is False and choices is not None and "off" in choices:
+        value = "off"  # YAML 1.1 reads a bare `off` as a boolean
     result = _scalar(dotted, value, hint)
     if choices is not None and result not in choices:
         names = ", ".join("null" if c is None else str(c) for c in choices)
@@ -123,8 +125,6 @@ def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None)
 
 def _scalar(dotted: str, value: Any, hint: type) -> Any:
     wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[hint]
-    if hint is str and value is False:
-        return "off"  # YAML 1.1 reads a bare `off` as a boolean
     if hint is bool and isinstance(value, bool):
         return value
     if hint is str and isinstance(value, str):

@@ -1,5 +1,6 @@
 """What travels between the controller and a backend: a plan opens a round, events go in, actions come out, an update
-closes the step. Frozen data; the time is carried inside the event, in seconds since the start of the round's clock.
+closes the step. Frozen data; the time is carried inside the event, in seconds since the start of the job (virtual in
+deterministic mode).
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class RoundStats:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """The step's trained groups, in launch order, and what one optimizer step is normalised by (spec 4)."""
+    """The step's trained groups, in launch order, and what one optimizer step is normalised by (docs/design/001)."""
 
     step: int
     epoch: int

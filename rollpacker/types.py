@@ -25,6 +25,11 @@ class Prompt:
     domain: str = "default"
     epoch: int = 0
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells prompts of a round apart: a round that straddles two epochs may hold one of each."""
+        return self.prompt_id, self.epoch
+
 
 @dataclass(frozen=True)
 class Request:

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rollpacker.reward.scheduler import start_forkserver
 
     start_forkserver()  # before MPI_Init: forking afterwards is unsafe on InfiniBand
-    from rollpacker.comm.world import join_world
+    from rollpacker.comm.world import AgreedError, join_world
 
     world = join_world()
     try:
@@ -57,10 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         worker = Worker(config, world, checked)
         return _train(worker)
-    except ConfigError as error:
+    except AgreedError:
         if world.rank == 0 or arguments.debug:
             raise
-        del error
+        return 2
+    except ConfigError as error:  # the other ranks may not have seen it: they would wait for this one
+        sys.stderr.write(f"rollpacker train: {error} (seen by rank {world.rank})\n")
+        sys.stderr.flush()
+        world.comm.Abort(2)
         return 2
 
 
@@ -122,7 +126,9 @@ def _describe(config: Config, checked: Checked, world: World, *, is_dry_run: boo
     """What is about to run; a dry run shows the whole resolved config before it."""
     training, rollout, shape = config.training, config.rollout, checked.shape
     model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size
+    trainer = config.trainer
     facts = [
+        f"run       {trainer.project_name}/{trainer.experiment_name}",
         f"model     {config.model.path}: {shape.architecture}, {shape.num_parameters() / 1e6:.1f} M parameters",
         f"prompts   {len(checked.dataset.examples)} usable, {checked.dataset.num_overlong} over "
         f"data.max_prompt_length left out",
@@ -132,7 +138,7 @@ def _describe(config: Config, checked: Checked, world: World, *, is_dry_run: boo
         f"rollout   TP {rollout.tensor_model_parallel_size} x "
         f"{world.size // rollout.tensor_model_parallel_size} replica(s)",
         f"steps     {checked.total_steps} of {config.data.train_batch_size} prompts x {rollout.n} responses",
-        f"output    {config.trainer.default_local_dir}",
+        f"output    {trainer.default_local_dir}",
     ]
     text = "\n".join(facts) + "\n"
     if is_dry_run:

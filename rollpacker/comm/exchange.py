@@ -4,7 +4,7 @@ At the end of a quantum (k engine steps) each rank posts one non-blocking Iallga
 64 fixed-layout event slots. What does not fit waits one quantum; a varying count would have to be known everywhere at
 posting. The exchange of quantum q is completed at the end of quantum q + 1, so a rank runs at most one quantum ahead and
 rarely waits. `progress()` between engine steps only drives MPI; ranks act only on completed exchanges, at quantum
-boundaries, so that a tensor-parallel group cannot split. (architecture 2)
+boundaries, so that a tensor-parallel group cannot split. (docs/architecture.md, 2)
 
 Invariants: events come out ordered by (time, rank, sequence) and identical on all ranks; each record carries a digest of
 the controller that posted it, and a mismatch ends the job with the names of the ranks.

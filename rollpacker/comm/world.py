@@ -25,6 +25,10 @@ from rollpacker.config import ConfigError
 T = TypeVar("T")
 
 
+class AgreedError(ConfigError):
+    """A user's mistake that every rank knows of, so that the job can end in order."""
+
+
 @dataclass(frozen=True)
 class World:
     """This rank's place in the job. `clock_offset_s` is added to MPI_Wtime to read rank 0's clock."""
@@ -42,7 +46,7 @@ class World:
         return MPI.Wtime() + self.clock_offset_s - self.start_s
 
     def agree(self, check: Callable[[], T]) -> T:
-        """Run `check` on every rank; if it raises ConfigError anywhere, raise the first such error on all of them.
+        """Run `check` on every rank; if it raises ConfigError anywhere, raise the first of them on all as AgreedError.
 
         So a mistake that only some ranks can see (a file that is absent on one node) ends the job in order.
         """
@@ -55,7 +59,7 @@ class World:
         for rank, text in enumerate(messages):
             if text is not None:
                 where = "" if all(m == text for m in messages) else f" (seen by rank {rank})"
-                raise ConfigError(text + where)
+                raise AgreedError(text + where)
         return result  # type: ignore[return-value]
 
 

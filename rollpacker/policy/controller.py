@@ -1,8 +1,9 @@
 """StepController: the one place where events meet policies. The loop drives it on a cluster and in the simulator alike.
 
 It is a pure state machine, replicated on every rollout rank: the same events in the same order give the same actions, and
-`digest` proves it. Three seams hold what a mode decides: a RoundComposer (what a step launches, from history alone), a
-SelectionPolicy (what becomes of a response or a group when it finishes) and the RequestRouter (who decodes what).
+`digest`, over events and decisions, proves it. Three seams hold what a mode decides: a RoundComposer (what a step
+launches, from history alone), a SelectionPolicy (what becomes of a response or a group when it finishes) and the
+RequestRouter (who decodes what).
 
 Invariants: a request finishes at most once and is scored at most once; a group is trained at most once and only when all
 of its responses are in; every prompt that was drawn is trained, or reported. (paper sections 3 and 4)
@@ -40,15 +41,15 @@ class RoundState:
     finished: dict[int, RequestFinished] = field(default_factory=dict)
     rewards: dict[int, RewardDone] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
-    trained: dict[str, Group] = field(default_factory=dict)
+    trained: dict[tuple[str, int], Group] = field(default_factory=dict)
     num_tokens_generated: int = 0
     num_preemptions: int = 0
     is_open: bool = True
-    requests_of: dict[str, list[Request]] = field(default_factory=dict)
+    requests_of: dict[tuple[str, int], list[Request]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for request in self.plan.requests:
-            self.requests_of.setdefault(request.prompt.prompt_id, []).append(request)
+            self.requests_of.setdefault(request.prompt.key, []).append(request)
 
     def is_scored(self, request: Request) -> bool:
         """Whether generation has ended and the reward is in."""
@@ -97,7 +98,9 @@ class StepController:
         plan = self._composer.compose(step)
         if plan is not None:
             self._round = RoundState(plan)
-        self._fold(plan)
+            self._fold((plan.step, plan.kind, plan.tensor_model_parallel_size))
+            for r in plan.requests:
+                self._fold((r.prompt.key, r.response_index, r.replica, r.seed))
         return plan
 
     def on(self, event: Event) -> list[Action]:
@@ -124,6 +127,7 @@ class StepController:
             actions = list(self._selection.on_scored(state, request))
         for action in actions:
             self._note(state, action)
+            self._fold(_gist(action))
         return actions
 
     def _note(self, state: RoundState, action: Action) -> None:
@@ -131,10 +135,10 @@ class StepController:
         if isinstance(action, AbortRequest):
             state.aborted.add(action.request.index)
         elif isinstance(action, TrainGroup):
-            prompt_id = action.group.prompt.prompt_id
-            if prompt_id in state.trained:
-                raise RuntimeError(f"prompt {prompt_id} would be trained twice in step {state.plan.step}")
-            state.trained[prompt_id] = action.group
+            key = action.group.prompt.key
+            if key in state.trained:
+                raise RuntimeError(f"prompt {key} would be trained twice in step {state.plan.step}")
+            state.trained[key] = action.group
         elif isinstance(action, EndRound):
             state.is_open = False
 
@@ -164,6 +168,18 @@ class StepController:
 
     def _fold(self, item: object) -> None:
         self.digest = zlib.crc32(repr(item).encode(), self.digest)
+
+
+def _gist(action: Action) -> tuple[object, ...]:
+    """What an action decides, without the tokens it carries."""
+    name = type(action).__name__
+    if isinstance(action, TrainGroup):
+        return name, action.group.prompt.key, tuple(r.request.index for r in action.group.responses)
+    if isinstance(action, ScoreResponse):
+        return name, action.request.index, action.timeout_s
+    if isinstance(action, AbortRequest):
+        return name, action.request.index
+    return (name,)
 
 
 def build_group(state: RoundState, requests: Sequence[Request]) -> Group:

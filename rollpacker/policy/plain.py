@@ -22,9 +22,9 @@ class PromptSource(Protocol):
         """The next `n` prompts; fewer only when the data are used up."""
 
 
-def request_seed(run_seed: int, step: int, prompt_id: str, response_index: int) -> int:
+def request_seed(run_seed: int, step: int, prompt: Prompt, response_index: int) -> int:
     """Seed of a response's sampling noise, in [0, 2**52): a hash, so that no two responses share their noise."""
-    text = f"{run_seed}/{step}/{prompt_id}/{response_index}"
+    text = f"{run_seed}/{step}/{prompt.prompt_id}/{prompt.epoch}/{response_index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12
 
 
@@ -63,7 +63,7 @@ class PlainComposer:
                 prompt=prompt,
                 response_index=response_index,
                 replica=replica,
-                seed=request_seed(self._seed, step, prompt.prompt_id, response_index),
+                seed=request_seed(self._seed, step, prompt, response_index),
                 max_tokens=self._max_tokens,
             )
             for index, ((prompt, response_index), replica) in enumerate(zip(asked, replicas, strict=True))
@@ -91,7 +91,7 @@ class KeepEverything:
 
     def on_scored(self, state: RoundState, request: Request) -> Sequence[Action]:
         """Complete the group, and the round with the last group."""
-        requests = state.requests_of[request.prompt.prompt_id]
+        requests = state.requests_of[request.prompt.key]
         if not all(state.is_scored(r) for r in requests):
             return ()
         actions: list[Action] = [TrainGroup(build_group(state, requests))]

@@ -2,13 +2,13 @@
 
 A share is never clamped: where the busy time exceeds the wall time the measurement is wrong, and the error says which.
 Give as wall time the longest of the ranks' own measurements of the stage, not the clock of one rank, so that no rank
-can have been busy for longer. (spec section 7, bubble/*)
+can have been busy for longer. (docs/metrics.md)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 # MPI_Wtime counts from 1970, where two neighbouring doubles are 0.24 us apart: a thousandth of a promille of a stage of
 # a quarter of a second. Anything larger is not rounding.
@@ -22,19 +22,6 @@ def rollout_bubble_ratio(busy_s: Sequence[float], wall_s: float) -> float:
     start to its end, both in seconds; a rank without a request still counts. Raises ValueError, see `idle_ratio`.
     """
     return idle_ratio("rollout", busy_s, wall_s)
-
-
-def train_bubble_ratio(busy_s: Sequence[float], wall_s: float) -> float:
-    """Idle share of training: (len(busy_s) x wall_s - sum(busy_s)) / (len(busy_s) x wall_s).
-
-    `busy_s[rank]` is the time the rank computed, waiting for other ranks left out; `wall_s` that of the stage.
-    """
-    return idle_ratio("train", busy_s, wall_s)
-
-
-def sync_bubble_ratio(busy_s: Sequence[float], wall_s: float) -> float:
-    """Idle share of the weight synchronisation, with the formula of `train_bubble_ratio`."""
-    return idle_ratio("sync", busy_s, wall_s)
 
 
 def reward_bubble_ratio(last_generation_s: float, last_reward_s: float, step_wall_s: float) -> float:
@@ -54,20 +41,6 @@ def reward_bubble_ratio(last_generation_s: float, last_reward_s: float, step_wal
             "read from one clock?"
         )
     return _without_rounding(ratio)
-
-
-def stage_ratios(
-    busy_s_by_stage: Mapping[str, Sequence[float]], wall_s_by_stage: Mapping[str, float] | None = None
-) -> dict[str, float | None]:
-    """The idle share of each stage, `idle_ratio` by name; None for a stage that took no time.
-
-    A stage without a wall time gets that of its slowest rank: then the share is what the faster ranks lose to it.
-    """
-    ratios: dict[str, float | None] = {}
-    for stage, busy_s in busy_s_by_stage.items():
-        wall_s = (wall_s_by_stage or {}).get(stage, max(busy_s, default=0.0))
-        ratios[stage] = idle_ratio(stage, busy_s, wall_s) if wall_s > 0 else None
-    return ratios
 
 
 def idle_ratio(stage: str, busy_s: Sequence[float], wall_s: float) -> float:

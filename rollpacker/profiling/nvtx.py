@@ -27,7 +27,7 @@ EXCHANGE = "exchange"
 """Moving samples between ranks."""
 
 TIMING_STAGES = (STEP, GEN, REWARD, OLD_LOG_PROB, REF, UPDATE_ACTOR, UPDATE_WEIGHTS, SAVE_CHECKPOINT, TESTING)
-"""The stages that metrics.jsonl reports as `timing_s/<stage>` (spec section 7)."""
+"""The stages that metrics.jsonl reports as `timing_s/<stage>` (docs/metrics.md)."""
 STAGES = (*TIMING_STAGES, EXCHANGE)
 
 

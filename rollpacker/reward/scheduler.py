@@ -1,4 +1,4 @@
-"""Scores responses in worker processes while the rollout goes on (spec 3).
+"""Scores responses in worker processes while the rollout goes on.
 
 Invariants: every response that is submitted comes back exactly once; nothing here waits for a reward function, except
 `start` and `wait`; a reward that raises, gives no finite number, is late or kills its process costs that sample alone.
@@ -389,7 +389,7 @@ class RewardScheduler:
         self._workers[self._workers.index(worker)] = _Worker(self._verifier, self._function)
 
     def _finish(self, task: _Task, score: float, seconds: float, message: str) -> None:
-        text = f"prompt {task.prompt_id}, request {task.request_index}: {message}" if message else ""
+        text = f"prompt {task.prompt_id}: {message}" if message else ""
         self._done.append((task.sequence, RewardResult(task.request_index, score, bool(message), seconds, text)))
         self._num_finished += 1
 

@@ -83,7 +83,7 @@ class RolloutEngine:
         self._scheduler = core.scheduler
         self._model_runner = core.model_executor.driver_worker.worker.model_runner
         self._requests: dict[str, Request] = {}
-        self._finished_tokens = 0
+        self._ended_tokens = 0
         self._counted_tokens = 0
         self._num_preemptions = 0
         self.weight_version = -1
@@ -129,7 +129,9 @@ class RolloutEngine:
     def abort(self, requests: Sequence[Request]) -> None:
         """Delete requests at once: their KV blocks are free and nothing of them comes out of `step`."""
         request_ids = [str(r.index) for r in requests if str(r.index) in self._requests]
+        before = self._unfinished_tokens()
         self._engine.abort_request(request_ids)
+        self._ended_tokens += before - self._unfinished_tokens()
         for request_id in request_ids:
             del self._requests[request_id]
 
@@ -139,7 +141,7 @@ class RolloutEngine:
         for output in self._engine.step():
             completion = output.outputs[0]
             request = self._requests.pop(output.request_id)
-            self._finished_tokens += len(completion.token_ids)
+            self._ended_tokens += len(completion.token_ids)
             finished.append(
                 Response(
                     request=request,
@@ -153,10 +155,13 @@ class RolloutEngine:
 
     def take_counts(self) -> tuple[int, int]:
         """Tokens generated and preemptions since the last call."""
-        total = self._finished_tokens + sum(r.num_output_tokens for r in self._scheduler.requests.values())
+        total = self._ended_tokens + self._unfinished_tokens()
         new_tokens, self._counted_tokens = total - self._counted_tokens, total
         preemptions, self._num_preemptions = self._num_preemptions, 0
         return new_tokens, preemptions
+
+    def _unfinished_tokens(self) -> int:
+        return sum(r.num_output_tokens for r in self._scheduler.requests.values())
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Any]], weight_version: int) -> None:
         """Golden refit: full tensors by Hugging Face names; vLLM takes its shard. Drops cached prefixes."""

@@ -16,6 +16,7 @@ from rollpacker.comm.world import World
 from rollpacker.config import Config
 from rollpacker.data.packing import assign_to_replicas
 from rollpacker.messages import Action, Event, RoundPlan, UpdatePlan
+from rollpacker.platform.device import Platform
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.rollout.engine import RolloutEngine
 from rollpacker.runtime.dump import write_dump
@@ -41,6 +42,7 @@ class Parts:
     timer: StageTimer
     reporter: StepReporter
     export_model: Callable[[int], object]
+    platform: Platform
 
 
 class ClusterBackend:
@@ -87,7 +89,7 @@ class ClusterBackend:
         with timer.stage("exchange"):
             samples = parts.rollout.take_samples()
             if self._config.trainer.rollout_data_dir and samples:
-                write_dump(self._config.trainer.rollout_data_dir, parts.placement.replica, update, samples)
+                write_dump(self._config.trainer.rollout_data_dir, self._world.rank, update, samples)
             responses = [r for g in update.groups for r in g.responses]
             mine = exchange_samples(self._world.comm, self._outgoing(responses, samples))
         parts.reporter.on_stage("update_actor")
@@ -95,6 +97,7 @@ class ClusterBackend:
             parts.trainer.begin()
             start = time.perf_counter()
             sums = parts.trainer.accumulate(self._train_samples(update, mine))
+            parts.platform.synchronize()
             self._report.train_busy_s = time.perf_counter() - start
             count = denominator(self._config.algorithm.loss_agg_mode, update.num_tokens, update.num_sequences)
             result = parts.trainer.update(count)
@@ -123,6 +126,7 @@ class ClusterBackend:
         engine = self._parts.engine
         if engine is None:
             return
+        self._parts.platform.release_cached_memory()
         engine.wake("weights")
         engine.load_weights(self._parts.weights.export_hf(), weight_version)
         engine.wake("kv_cache")

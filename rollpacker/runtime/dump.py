@@ -1,9 +1,9 @@
 """Rollout dumps: each round's trained samples on disk (`trainer.rollout_data_dir`), and training on them again
 (`rollout.replay`). Exactness tests, benchmarks and bug reports stand on them.
 
-`DIR/step_000001/replica_0.safetensors` holds flat arrays (prompt_ids, response_ids int32; rollout_logprobs float32;
-prompt_lengths, response_lengths int32; rewards float64); its metadata names each sample. One file per rollout replica, so
-that no rank needs another's samples to write.
+`DIR/step_000001/rank_00000.safetensors` holds flat arrays (prompt_ids, response_ids int32; rollout_logprobs float32;
+prompt_lengths, response_lengths int32; rewards float64); its metadata names each sample. One file per rank that
+leads a replica, so that nobody needs another's samples to write.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rollpacker.runtime.rollout import RoundFacts
 from rollpacker.types import Prompt
 
 
-def write_dump(folder: str, replica: int, update: UpdatePlan, samples: Mapping[int, Sample]) -> None:
-    """Write the samples that this replica decoded and the step trains."""
+def write_dump(folder: str, rank: int, update: UpdatePlan, samples: Mapping[int, Sample]) -> None:
+    """Write the samples that this rank answers for and the step trains."""
     facts, chosen, rewards = [], [], []
     for group in update.groups:
         for response in group.responses:
@@ -54,7 +54,7 @@ def write_dump(folder: str, replica: int, update: UpdatePlan, samples: Mapping[i
         "rollout_logprobs": np.concatenate([np.empty(0, np.float32)] + [s.rollout_logprobs for s in chosen]),
         "rewards": np.array(rewards, np.float64),
     }
-    target = _step_folder(folder, update.step) / f"replica_{replica}.safetensors"
+    target = _step_folder(folder, update.step) / f"rank_{rank:05d}.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_suffix(".partial")
     save_file(arrays, str(aside), metadata={"samples": json.dumps(facts), "step": str(update.step)})
@@ -83,7 +83,7 @@ class ReplayRollout:
                 "trainer.rollout_data_dir."
             )
         self._next = 0
-        self._recorded: dict[tuple[str, int], _Recorded] = {}
+        self._recorded: dict[tuple[tuple[str, int], int], _Recorded] = {}
         self._plan: RoundPlan | None = None
         self._is_open = False
         self.facts = RoundFacts()
@@ -100,12 +100,12 @@ class ReplayRollout:
         folder = _step_folder(self._folder, self._steps[self._next])
         self._next += 1
         recorded = sorted(
-            (r for path in sorted(folder.glob("replica_*.safetensors")) for r in _read_dump(path)),
+            (r for path in sorted(folder.glob("rank_*.safetensors")) for r in _read_dump(path)),
             key=lambda r: r.request_index,
         )
-        self._recorded = {(r.prompt.prompt_id, r.response_index): r for r in recorded}
+        self._recorded = {(r.prompt.key, r.response_index): r for r in recorded}
         prompts = list(dict.fromkeys(r.prompt for r in recorded))
-        if len(prompts) > n or len(recorded) != len(prompts) * self._num_responses:
+        if not prompts or len(prompts) > n or len(recorded) != len(prompts) * self._num_responses:
             raise ConfigError(
                 f"rollout.replay: {folder} holds {len(recorded)} responses of {len(prompts)} prompts, but "
                 f"data.train_batch_size={n} and rollout.n={self._num_responses}. Set them to what was dumped."
@@ -120,7 +120,7 @@ class ReplayRollout:
         """Every response finishes in launch order, then its reward is in."""
         assert self._plan is not None, "launch() comes before events()"
         for request in self._plan.requests:
-            recorded = self._recorded[request.prompt.prompt_id, request.response_index]
+            recorded = self._recorded[request.prompt.key, request.response_index]
             yield RequestFinished(0.0, 0, request.index, len(recorded.sample.response_ids), recorded.finish_reason)
             yield RewardDone(0.0, 0, request.index, recorded.reward, False, 0.0)
         if self._is_open:
@@ -140,7 +140,7 @@ class ReplayRollout:
         assert self._plan is not None, "launch() comes before take_samples()"
         samples = {}
         for request in self._plan.requests[self._rank :: self._world_size]:
-            s = self._recorded[request.prompt.prompt_id, request.response_index].sample
+            s = self._recorded[request.prompt.key, request.response_index].sample
             samples[request.index] = Sample(request.index, s.prompt_ids, s.response_ids, s.rollout_logprobs)
         return samples
 

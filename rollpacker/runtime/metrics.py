@@ -1,6 +1,6 @@
 """The run directory as tools read it: config.yaml, metrics.jsonl, samples.jsonl, tensorboard/.
 
-The names are frozen (spec section 7): other tools rely on them.
+The names are frozen (docs/metrics.md): other tools rely on them.
 Invariants: metrics.jsonl has one row for each optimizer step, with every key in each row; each row is on disk when
 `write` returns, so a killed run loses nothing that was reported; an earlier run is moved aside, never overwritten.
 """

@@ -2,7 +2,7 @@
 
 A quantum is k engine steps. After it the rank posts what happened and folds in what happened everywhere one quantum ago;
 the controller's actions are applied right there, between two engine steps, at the same step on every rank of a
-tensor-parallel group. (architecture 2)
+tensor-parallel group. (docs/architecture.md, 2)
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from rollpacker.types import Response
 _FIXED_NUM_STEPS = 16
 _VIRTUAL_STEP_S = 1e-3
 _MAX_NUM_STEPS = 256
+_MIN_PAUSE_S = 3e-3  # when all replicas are idle, exchanges follow one another no faster than this
 
 
 class Rollout(Protocol):
@@ -205,11 +206,13 @@ class LiveRollout:
 
     def _pause(self) -> None:
         """An idle replica keeps joining the exchange, but sleeps until it has news or the others have."""
-        deadline = time.perf_counter() + self._quantum_s
-        while time.perf_counter() < deadline:
-            time.sleep(0.5e-3)
-            if self._exchange.is_ready() or (not self._deterministic and self._collect_rewards(wait=False)):
+        start = time.perf_counter()
+        while (idle_s := time.perf_counter() - start) < self._quantum_s:
+            if not self._deterministic and self._collect_rewards(wait=False):
                 return
+            if idle_s > _MIN_PAUSE_S and self._exchange.is_ready():
+                return
+            time.sleep(0.5e-3)
 
     def _on_response(self, response: Response) -> None:
         if not self._placement.is_leader:
@@ -274,7 +277,8 @@ class LiveRollout:
 
     def _fold(self) -> Iterator[Event]:
         """Complete the oldest exchange. The controller and its actions run while an event is yielded, so they count too;
-        waiting for other ranks sleeps, and does not."""
+        waiting for other ranks sleeps, and does not.
+        """
         start = time.thread_time()
         quantum = self._exchange.complete()
         self._num_steps = quantum.next_num_steps[self._placement.leader_rank]

@@ -56,6 +56,7 @@ def check(config: Config, world: World, shape: ModelShape) -> Checked:
     """Everything else that a user may have got wrong, on every rank. Raises ConfigError."""
     platform = select_platform(config.trainer.device)
     _check_device_features(config, platform)
+    _check_folders(config)
     tokenizer, stop_token_ids = _load_tokenizer(config.model.path)
     dataset = load_examples(config.data.train_files, tokenizer, max_prompt_length=config.data.max_prompt_length)
     placement = place(world.rank, config.rollout.tensor_model_parallel_size)
@@ -82,13 +83,23 @@ def _check_device_features(config: Config, platform: Platform) -> None:
         raise ConfigError(
             f"profiler.nvtx=true marks CUDA ranges, but the ranks run on {platform.name}; set it to false."
         )
-    if config.training.attention_backend == "te":
-        from rollpacker.training.attention import has_transformer_engine
 
-        if not has_transformer_engine():
+
+def _check_folders(config: Config) -> None:
+    """An earlier run is moved aside, so nothing that this run reads may lie in it; and dumps of two runs never mix."""
+    run_dir = Path(config.trainer.default_local_dir).absolute()
+    inputs = [("model.path", config.model.path), ("rollout.replay", config.rollout.replay)]
+    for dotted, path in [*inputs, *(("data.train_files", f) for f in config.data.train_files)]:
+        if path is not None and Path(path).absolute().is_relative_to(run_dir):
             raise ConfigError(
-                "training.attention_backend=te, but transformer-engine cannot be imported (it needs a GPU). Use sdpa or auto."
+                f"{dotted}={path} lies in trainer.default_local_dir={config.trainer.default_local_dir}, which is moved "
+                "aside when the run starts. Choose another run directory."
             )
+    dump = config.trainer.rollout_data_dir
+    if dump is not None and any(Path(dump).glob("step_*")):
+        raise ConfigError(
+            f"trainer.rollout_data_dir={dump} holds the steps of an earlier run. Remove them, or choose another folder."
+        )
 
 
 def _total_steps(config: Config, num_prompts: int, replay: ReplayRollout | None) -> int:
@@ -129,7 +140,7 @@ class Worker:
         self.moved_aside: Path | None = None
         self.run_dir = Path(config.trainer.default_local_dir)
         platform = checked.platform
-        platform.prepare(world.local_rank)
+        world.agree(lambda: platform.prepare(world.local_rank))
         init_torch_distributed(world, platform.torch_backend, config.trainer.collective_timeout_s)
         self.ranks = init_parallel_groups(config.training, platform, config.trainer.seed)
         model = build_model(checked.shape, config.training, platform, self.ranks)
@@ -241,6 +252,7 @@ class Worker:
             timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx),
             reporter=StepReporter(world, self._sinks, max_response_length=config.data.max_response_length),
             export_model=self.export_model,
+            platform=self.checked.platform,
         )
         return ClusterBackend(parts, config, world, lambda: self.controller.digest)
 

@@ -1,4 +1,4 @@
-"""Causal attention over torch's scaled_dot_product_attention, for ranks without transformer-engine.
+"""Causal attention over torch's scaled_dot_product_attention.
 
 Megatron's own local attention builds the [batch, heads, seq, seq] score matrix; SDPA does not.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -54,14 +53,3 @@ class SdpaAttention(MegatronModule):
             query_BHSD, key_BHSD, value_BHSD, is_causal=True, scale=self._softmax_scale, enable_gqa=True
         )
         return context_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
-
-
-def has_transformer_engine() -> bool:
-    """Whether transformer-engine can be imported (GPU machines only; it breaks a CPU machine's Megatron)."""
-    if not torch.cuda.is_available():
-        return False
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except ImportError:
-        return False
-    return True

@@ -1,7 +1,7 @@
 """Policy losses per token, and how they become one number.
 
 A loss maps log-probs, old log-probs and advantages to a loss for each token. Aggregation is a weight for each token and
-one global denominator, so that any split into micro-batches, chunks or replicas gives the same sum (spec 4).
+one global denominator, so that any split into micro-batches, chunks or replicas gives the same sum (docs/design/001).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def init_parallel_groups(training: TrainingConfig, platform: Platform, seed: int
 
 
 def build_model(shape: ModelShape, training: TrainingConfig, platform: Platform, ranks: ParallelRanks) -> Any:
-    """GPTModel of this stage, wrapped in Megatron's DDP with unscaled gradient sums (spec 4)."""
+    """GPTModel of this stage, wrapped in Megatron's DDP with unscaled gradient sums (docs/design/001)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -49,7 +49,7 @@ def build_model(shape: ModelShape, training: TrainingConfig, platform: Platform,
         config = _transformer_config(shape, training, is_cpu=platform.name == "cpu")
         model = GPTModel(
             config,
-            _layer_spec(training),
+            _layer_spec(),
             vocab_size=shape.padded_vocab_size(ranks.tp_size),
             max_sequence_length=shape.max_position_embeddings,
             position_embedding_type="rope",
@@ -67,17 +67,12 @@ def build_model(shape: ModelShape, training: TrainingConfig, platform: Platform,
         return DistributedDataParallel(config, ddp, model)
 
 
-def _layer_spec(training: TrainingConfig) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+def _layer_spec() -> Any:
+    """Megatron's own layer with our core attention; transformer-engine's layer names its norms differently (layout)."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from rollpacker.training.attention import SdpaAttention, has_transformer_engine
+    from rollpacker.training.attention import SdpaAttention
 
-    backend = training.attention_backend
-    if backend == "te" or (backend == "auto" and has_transformer_engine()):
-        return get_gpt_layer_with_transformer_engine_spec()
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = SdpaAttention
     return spec

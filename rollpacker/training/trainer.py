@@ -1,12 +1,13 @@
 """Trainer: gradient sums of samples, then one optimizer step.
 
-Exactness contract (spec 4): `accumulate` adds the *unnormalised sum* of its samples' gradients on this rank and may be
-called any number of times, with any split of the samples; nothing is communicated between data-parallel ranks and no
-parameter moves. `update` reduces once (DP, tied embeddings), divides once by the global count, clips, and steps.
+Exactness contract (docs/design/001): `accumulate` adds the *unnormalised sum* of its samples' gradients on this rank and
+may be called any number of times, with any split of the samples; nothing is communicated between data-parallel ranks and
+no parameter moves. `update` reduces once (DP, tied embeddings), divides once by the global count, clips, and steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,10 +116,14 @@ class Trainer:
         self.reduce_gradients(denominator)
         self._lr_schedule.step(1)
         with self._platform.megatron_calls():
-            succeeded, grad_norm, _ = self.optimizer.step()
-        if not succeeded:
-            raise RuntimeError("Megatron's optimizer skipped the step: the gradients hold NaN or inf")
-        return UpdateResult(grad_norm=float(grad_norm or 0.0), lr=float(self.optimizer.param_groups[0]["lr"]))
+            _, grad_norm, _ = self.optimizer.step()
+        grad_norm = float(grad_norm or 0.0)
+        if not math.isfinite(grad_norm):
+            raise RuntimeError(
+                f"the gradient norm is {grad_norm}, and the weights with it are lost. Lower training.lr, or look at the "
+                "last rows of metrics.jsonl for what grew."
+            )
+        return UpdateResult(grad_norm=grad_norm, lr=float(self.optimizer.param_groups[0]["lr"]))
 
     def reduce_gradients(self, denominator: int) -> None:
         """Sum the gradients over data-parallel replicas and tied embeddings, then divide by `denominator`."""

@@ -5,7 +5,7 @@ concatenation of slices of Hugging Face tensors. Importing cuts and concatenates
 transfer plan intersects the segments of two layouts, so the arithmetic of grouped QKV and gate/up halves stands here once.
 
 Invariant: over the ranks of a tensor-parallel group the segments of a parameter cover each row (or column) of its
-Hugging Face tensors exactly once. Spec 5.
+Hugging Face tensors exactly once.
 """
 
 from __future__ import annotations

@@ -29,6 +29,10 @@ class MegatronWeights:
         self._shape = shape
         self.layout = megatron_layout(shape, ranks.tp_size)
         self._parameters = _global_names(model, shape, ranks)
+        if unknown := self._parameters.keys() - {p.name for p in self.layout} - {_TIED_HEAD}:
+            raise RuntimeError(
+                f"the layout table does not know these parameters of Megatron's model: {sorted(unknown)}"
+            )
 
     def parameter(self, name: str) -> Tensor:
         """The local shard of a parameter of this stage."""

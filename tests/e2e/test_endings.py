@@ -88,7 +88,7 @@ def test_an_exception_names_its_rank(tmp_path: Path) -> None:
         2, "trainer.total_training_steps=1", f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={dump}"
     )
     assert first.returncode == 0, first.stderr[-3000:]
-    (dump / "step_000001" / "replica_1.safetensors").unlink()
+    (dump / "step_000001" / "rank_00001.safetensors").unlink()
     start = time.monotonic()
     result = train(2, f"rollout.replay={dump}", f"trainer.default_local_dir={folder}")
     assert result.returncode == 2

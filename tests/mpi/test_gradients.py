@@ -1,6 +1,6 @@
 """The gradient is the same on every parallel shape, in every split, and equal to plain PyTorch on the Hugging Face model.
 
-Error = max|a - b| / max|b| per parameter, at most 1e-5 in fp32 (spec 4).
+Error = max|a - b| / max|b| per parameter, at most 1e-5 in fp32 (docs/design/001).
 """
 
 from __future__ import annotations

@@ -8,25 +8,16 @@ from rollpacker.profiling.bubbles import (
     idle_ratio,
     reward_bubble_ratio,
     rollout_bubble_ratio,
-    stage_ratios,
-    sync_bubble_ratio,
-    train_bubble_ratio,
 )
 
 
 def test_known_ratios() -> None:
     # Four ranks, a round of 10 s: 40 rank-seconds, 25 of them busy.
     assert rollout_bubble_ratio([10.0, 8.0, 5.0, 2.0], 10.0) == pytest.approx(0.375)
-    assert train_bubble_ratio([2.0, 4.0], 4.0) == pytest.approx(0.25)
-    assert sync_bubble_ratio([3.0, 3.0], 3.0) == 0.0
+    assert idle_ratio("train", [2.0, 4.0], 4.0) == pytest.approx(0.25)
     assert idle_ratio("rollout", [0.0, 0.0], 5.0) == 1.0
     # 3 s of a step of 12 s pass between the last generation and the last reward.
     assert reward_bubble_ratio(6.0, 9.0, 12.0) == pytest.approx(0.25)
-
-
-def test_stage_ratios_take_the_slowest_rank_where_no_wall_time_is_given() -> None:
-    ratios = stage_ratios({"update_actor": [2.0, 4.0], "gen": [1.0, 1.0], "ref": [0.0, 0.0]}, {"gen": 4.0})
-    assert ratios == {"update_actor": pytest.approx(0.25), "gen": pytest.approx(0.75), "ref": None}
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=64), st.floats(1e-3, 1e6))

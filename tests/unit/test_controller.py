@@ -140,6 +140,31 @@ def test_responses_of_a_group_spread_over_replicas() -> None:
 
 
 def test_seeds_differ_by_step_prompt_and_response() -> None:
-    seeds = {request_seed(run, s, p, i) for run in (0, 1) for s in range(3) for p in ("a", "b") for i in range(4)}
-    assert len(seeds) == 2 * 3 * 2 * 4
+    seeds = {
+        request_seed(run, s, Prompt(p, epoch=e), i)
+        for run in (0, 1)
+        for s in range(3)
+        for p in "ab"
+        for e in (0, 1)
+        for i in range(4)
+    }
+    assert len(seeds) == 2 * 3 * 2 * 2 * 4
     assert all(0 <= s < 2**52 for s in seeds)
+
+
+def test_a_round_may_hold_the_same_prompt_of_two_epochs() -> None:
+    """As when the data are fewer than the batch, or do not divide by it: two groups, two sets of seeds."""
+    from rollpacker.data.prompts import PromptOrder
+
+    order = PromptOrder(
+        [("a", (1,), "default"), ("b", (2,), "default"), ("c", (3,), "default")], seed=0, shuffle=True, total_epochs=4
+    )
+    composer = PlainComposer(
+        order, RequestRouter(1), train_batch_size=5, num_responses=2, max_tokens=4, tensor_model_parallel_size=1, seed=0
+    )
+    backend = ShuffledBackend(1)
+    assert run(None, StepController(composer, KeepEverything(), reward_timeout_s=1.0), backend) == 3
+    trained = [g.prompt.key for u in backend.updates for g in u.groups]
+    assert sorted(trained) == [(p, e) for p in "abc" for e in range(4)]
+    seeds = {r.request.seed for u in backend.updates for g in u.groups for r in g.responses}
+    assert len(seeds) == 3 * 4 * 2

@@ -20,7 +20,7 @@ from rollpacker.runtime.metrics import (
     spread,
 )
 
-# The "Metric names" paragraph of spec section 7, without `val-core/*`.
+# The "Metric names" paragraph of docs/metrics.md, without `val-core/*`.
 SPEC_NAMES = """
 training/{global_step,epoch} timing_s/{step,gen,reward,old_log_prob,ref,update_actor,update_weights,save_checkpoint,testing}
 response_length/{mean,max,min,p50,p95,p99,clip_ratio} critic/{rewards,advantages}/{mean,max,min}

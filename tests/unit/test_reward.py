@@ -222,7 +222,7 @@ def test_failure_costs_that_sample(scheduler, response, message):
     result = only(scheduler, response)
     assert (result.score, result.is_error) == (0.0, True)
     assert message in result.message
-    assert result.message.startswith("prompt q0, request 0: ")
+    assert result.message.startswith("prompt q0: ")
     assert only(scheduler, "one").score == 1.0
 
 
@@ -264,7 +264,7 @@ def test_nothing_lost_or_doubled_among_failures(scheduler):
     for result in results:
         is_good = kinds[result.request_index % 8] == "one"
         assert (result.score, result.is_error) == (float(is_good), not is_good)
-        assert is_good or f"prompt q{result.request_index}," in result.message
+        assert is_good or f"prompt q{result.request_index}:" in result.message
     assert (scheduler.poll(), scheduler.wait()) == ([], [])
 
 
