@@ -122,8 +122,9 @@ class EventExchange:
 
     def complete(self) -> ExchangedQuantum:
         """Finish the oldest outstanding exchange and return its events in their common order."""
-        buffer, request = self._outstanding.popleft()
+        buffer, request = self._outstanding[0]
         wait_for(request.Test, timeout_s=self._timeout_s, what="the event exchange")
+        self._outstanding.popleft()
         records = self._receive[buffer]
         _check_digests(records["digest"])
         events: list[tuple[float, int, int, Event]] = []

@@ -1,12 +1,10 @@
-"""Parallel groups and a model on them, for tests that walk through the shapes."""
+"""Parallel groups and models on them, for tests that walk through the shapes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-
-import torch.distributed as dist
 
 from rollpacker.comm.groups import ParallelRanks
 from rollpacker.config import TrainingConfig
@@ -18,19 +16,21 @@ from rollpacker.weights.refit import MegatronWeights
 
 @dataclass
 class Grid:
-    """Only the last one made is kept: every process group costs gloo threads."""
+    """A model on one parallel shape. Groups are made once a shape and kept, and Megatron's globals swapped: making and
+    ending some twenty gloo groups for each test is slow."""
 
     shape: ModelShape
     ranks: ParallelRanks
     model: Any
     weights: MegatronWeights
 
-    _key: ClassVar[tuple[Any, ...] | None] = None
-    _current: ClassVar[Grid | None] = None
-    _groups: ClassVar[list[Any]] = []
+    _groups: ClassVar[dict[tuple[int, int], tuple[ParallelRanks, dict[str, Any]]]] = {}
+    _models: ClassVar[dict[tuple[Any, ...], Grid]] = {}
+    _untouched: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def get(cls, folder: Path, platform: Platform, training: TrainingConfig) -> Grid:
+        ranks = cls._activate(platform, training)
         key = (
             folder,
             training.tensor_model_parallel_size,
@@ -38,22 +38,22 @@ class Grid:
             training.use_distributed_optimizer,
             training.recompute_granularity,
         )
-        if cls._key != key or cls._current is None:
-            cls.clear()
+        if key not in cls._models:
             shape = read_model_shape(str(folder))
-            before = set(dist.distributed_c10d._world.pg_map)
-            ranks = init_parallel_groups(training, platform, seed=1)
-            cls._groups = [g for g in dist.distributed_c10d._world.pg_map if g not in before]
             model = build_model(shape, training, platform, ranks)
-            cls._key, cls._current = key, cls(shape, ranks, model, MegatronWeights(model, shape, ranks))
-        return cls._current
+            cls._models[key] = cls(shape, ranks, model, MegatronWeights(model, shape, ranks))
+        return cls._models[key]
 
     @classmethod
-    def clear(cls) -> None:
+    def _activate(cls, platform: Platform, training: TrainingConfig) -> ParallelRanks:
         from megatron.core import parallel_state
 
-        if cls._current is not None:
-            parallel_state.destroy_model_parallel()
-            for group in cls._groups:
-                dist.destroy_process_group(group)
-        cls._key = cls._current = None
+        def read() -> dict[str, Any]:
+            return {n: v for n, v in vars(parallel_state).items() if n.startswith("_") and n[1:].isupper()}
+
+        cls._untouched = cls._untouched or read()
+        key = (training.tensor_model_parallel_size, training.pipeline_model_parallel_size)
+        vars(parallel_state).update(cls._groups[key][1] if key in cls._groups else cls._untouched)
+        if key not in cls._groups:
+            cls._groups[key] = (init_parallel_groups(training, platform, seed=1), read())
+        return cls._groups[key][0]

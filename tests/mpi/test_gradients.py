@@ -5,7 +5,6 @@ Error = max|a - b| / max|b| per parameter, at most 1e-5 in fp32 (docs/design/001
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,6 @@ def model_folder(request: pytest.FixtureRequest, world: World, shared_tmp: Path)
         write_model(folder, tied=request.param)
     world.comm.Barrier()
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def clear_grid() -> Iterator[None]:
-    yield
-    Grid.clear()
 
 
 def trainer_on(

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,12 +33,6 @@ law = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detoke
 outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], law, use_tqdm=False)
 print("TOKENS" + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def clear_grid() -> Iterator[None]:
-    yield
-    Grid.clear()
 
 
 @pytest.fixture(scope="module")

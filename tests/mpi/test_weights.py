@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ from rollpacker.platform.device import Platform
 from rollpacker.weights.hf import SafetensorsFolder, write_hf_folder
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def clear_grid() -> Iterator[None]:
-    yield
-    Grid.clear()
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
