@@ -86,6 +86,7 @@ class RolloutEngine:
         self._ended_tokens = 0
         self._counted_tokens = 0
         self._num_preemptions = 0
+        self._asleep: set[str] = set()
         self.weight_version = -1
         self._count_preemptions()
 
@@ -172,14 +173,19 @@ class RolloutEngine:
         self.weight_version = weight_version
 
     def sleep(self) -> None:
-        """Release weights and KV cache while the rank trains (CUDA; the CPU keeps them)."""
+        """Release weights and KV cache while the rank trains (CUDA; the CPU keeps them).
+
+        Level 1 keeps a copy in host memory: level 2 would drop buffers too, which a refit does not bring back.
+        """
         if self._platform.name == "cuda":
-            self._llm.sleep(level=2)
+            self._llm.sleep(level=1)
+            self._asleep = {"weights", "kv_cache"}
 
     def wake(self, tag: str) -> None:
-        """Map "weights" before the refit and "kv_cache" after it (CUDA; the CPU kept them)."""
-        if self._platform.name == "cuda":
+        """Map "weights" before the refit and "kv_cache" after it; nothing to do for what is awake."""
+        if tag in self._asleep:
             self._llm.wake_up(tags=[tag])
+            self._asleep.remove(tag)
 
     def _count_preemptions(self) -> None:
         preempt = self._scheduler._preempt_request

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, on one GPU in at most four minutes: run it from the repository root in an
-# environment with CUDA builds of torch, vllm, megatron-core and mpi4py (and transformer-engine, if there is one).
+# environment with CUDA builds of torch, vllm, megatron-core and mpi4py.
 #
 #   tests/gpu/run.sh [OUT]      OUT: where logs and run directories go (default: outputs/gpu)
 #
