@@ -23,6 +23,7 @@ from mpi4py import MPI
 from rollpacker.config import ConfigError
 
 T = TypeVar("T")
+_ABORT_DELAY_S = 2.0
 
 
 class AgreedError(ConfigError):
@@ -83,6 +84,8 @@ def _abort_job_on_exception(comm: MPI.Comm, hostname: str) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             traceback.print_exception(kind, error, trace)
         sys.stderr.flush()
+        # Another rank's death may be what raised here; this leaves the launcher the time to notice and name that one.
+        time.sleep(_ABORT_DELAY_S)
         comm.Abort(1)
 
     sys.excepthook = hook
