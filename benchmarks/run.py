@@ -47,16 +47,18 @@ def run_ours(steps: int, folder: Path) -> dict[str, Any]:
 
 
 def run_trl(steps: int, out: Path) -> dict[str, Any]:
-    """TRL on the same model, prompts, group size, cap and number of processes."""
+    """TRL on the same model, prompts, group size, cap and number of processes, with the generator that is faster for it
+    here (transformers; see benchmarks/trl/grpo.py)."""
     venv = ROOT / ".venv-trl"
     subprocess.run(["bash", "benchmarks/trl/setup.sh", str(venv)], cwd=ROOT, check=True)
     command = [str(venv / "bin" / "python"), "benchmarks/trl/grpo.py", "--model", MODEL, "--data", DATA]
-    sizes = ["--prompts", PROMPTS, "--group", GROUP, "--max-response-length", CAP, "--nproc", NUM_RANKS]
+    sizes = ["--prompts", PROMPTS, "--group", GROUP, "--max-response-length", CAP, "--nproc", NUM_RANKS, "--no-vllm"]
     subprocess.run(
         [*command, *map(str, sizes), "--steps", str(steps), "--out", str(out)],
         cwd=ROOT,
         check=True,
         stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
     )
     result: dict[str, Any] = json.loads(out.read_text())
     return result
