@@ -48,7 +48,8 @@ def run_ours(steps: int, folder: Path) -> dict[str, Any]:
 
 def run_trl(steps: int, out: Path) -> dict[str, Any]:
     """TRL on the same model, prompts, group size, cap and number of processes, with the generator that is faster for it
-    here (transformers; see benchmarks/trl/grpo.py)."""
+    here (transformers; see benchmarks/trl/grpo.py).
+    """
     venv = ROOT / ".venv-trl"
     subprocess.run(["bash", "benchmarks/trl/setup.sh", str(venv)], cwd=ROOT, check=True)
     command = [str(venv / "bin" / "python"), "benchmarks/trl/grpo.py", "--model", MODEL, "--data", DATA]

@@ -1,8 +1,8 @@
 """The baseline of `make bench`: TRL's GRPOTrainer on the same model, prompts, group size and token budget, on the CPU.
 
-Runs in a virtual environment of its own (setup.sh). Each step has prompts x group samples, one optimizer step, no KL, fp32, the
-token-mean loss (`loss_type="dapo"`), no evaluation, no checkpoints. A step's seconds run from the end of the step before,
-so nothing is left out; the first step is a warm-up. A response's tokens include its EOS.
+Runs in a virtual environment of its own (setup.sh). Each step has prompts x group samples, one optimizer step, no KL, fp32,
+the token-mean loss (`loss_type="dapo"`), no evaluation, no checkpoints. Its seconds run from the end of the step before, so
+nothing is left out; the first step is a warm-up. The tokens of a response include its EOS.
 
 What was tried, microseconds per trained token of steps on which nothing else ran (2 cores, TRL 1.16.0, torch 2.13.0+cpu,
 12 steps each): 2 processes x 1 thread with transformers' generate 942, the same with colocated vLLM 0.32.0 eager 1030
