@@ -33,7 +33,7 @@ class Job:
             time.sleep(0.2)
 
     def pids(self) -> dict[int, str]:
-        """Processes of the job, mpirun and helpers of every kind included, with their command lines."""
+        """Processes of the job, mpirun and child processes of every kind included, with their command lines."""
         found = {}
         for proc in Path("/proc").iterdir():
             try:
