@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from rollpacker.config import Config, ConfigError, validate
+from rollpacker.config import Config, ConfigError
+from rollpacker.config_checks import validate
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollpacker.config import Config, ConfigError, check_parallel_shape
+from rollpacker.config import Config, ConfigError
+from rollpacker.config_checks import check_parallel_shape
 
 SUPPORTED_ARCHITECTURES = ("Qwen2ForCausalLM",)
 _REQUIRED = (

@@ -24,6 +24,7 @@ PURE = (
     "types.py",
     "messages.py",
     "config.py",
+    "config_checks.py",
     "config_file.py",
     "model_shape.py",
     "loop.py",
@@ -38,15 +39,16 @@ PURE = (
 PURE_THIRD_PARTY = {"config_file.py": {"yaml"}}
 HEAVY = ("torch", "vllm", "megatron", "mpi4py", "numpy", "transformers")
 
-FACTS = {"types", "messages", "config", "config_file", "model_shape"}
+FACTS = {"types", "messages", "config", "config_checks", "config_file", "model_shape"}
 BASE = {"comm", "platform", "profiling", "data"}
 MECHANISMS = {"rollout", "reward", "training", "weights"}
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "messages": {"types"},
     "config": set(),
-    "config_file": {"config"},
-    "model_shape": {"config"},
+    "config_checks": {"config"},
+    "config_file": {"config", "config_checks"},
+    "model_shape": {"config", "config_checks"},
     "policy": FACTS,
     "loop": FACTS | {"policy"},
     **dict.fromkeys(BASE, FACTS | BASE),

@@ -2,8 +2,8 @@
 
     python tools/describe_config.py > docs/configuration.md
 
-Keys, defaults, meanings, choices and bounds come from rollpacker/config.py. What its `validate` refuses beyond them is
-told here, in NARROWER and ACROSS_KEYS, each with a value that breaks it, so that a test can show that it is still refused.
+Keys, defaults, meanings, choices and bounds come from config.py and config_checks.py. What `validate` refuses beyond them
+is told here, in NARROWER and ACROSS_KEYS, each with a value that breaks it, so that a test can show that it is still refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from rollpacker import config
+from rollpacker import config, config_checks
 
 _HEAD = """# Configuration
 
@@ -103,7 +103,7 @@ def _allowed(section: str, key: dataclasses.Field[Any], hint: Any) -> str:
         return ", ".join(f"`{_yaml(choice)}`" for choice in key.metadata["choices"])
     arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     text = next(_TYPES[arm] for arm in arms if arm is not type(None))
-    bound = config._AT_LEAST.get(f"{section}.{key.name}")
+    bound = config_checks._AT_LEAST.get(f"{section}.{key.name}")
     if bound is not None:
         text += f", at least {bound:g}"
     return text + (", or null" if type(None) in arms else "")

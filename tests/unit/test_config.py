@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.config import Config, ConfigError, check_parallel_shape
+from rollpacker.config import Config, ConfigError
+from rollpacker.config_checks import check_parallel_shape
 from rollpacker.config_file import load_config, to_yaml
 
 GOOD = "model: {path: m}\ndata: {train_files: [a.jsonl], max_response_length: 100}\n"

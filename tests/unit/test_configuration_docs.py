@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from rollpacker.config import Config, ConfigError, DataConfig, ModelConfig, validate
+from rollpacker.config import Config, ConfigError, DataConfig, ModelConfig
+from rollpacker.config_checks import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
