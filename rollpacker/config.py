@@ -27,6 +27,7 @@ class ModelConfig:
     """The model to train."""
 
     path: str = key("", "Hugging Face model folder: config.json, safetensors, tokenizer.")
+    reference_path: str | None = key(None, "Model that a KL term refers to, of the same shape; null = model.path.")
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,22 @@ class WeightsConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
-    """Advantages and loss."""
+class FilterConfig:
+    """Which groups are worth training (dynamic sampling, DAPO)."""
 
-    adv_estimator: str = key("grpo", "Advantage estimator.", ("grpo", "dr_grpo"))
+    mode: str = key(
+        "off", "zero_variance = replace a group whose scores are all equal by a fresh prompt.", ("off", "zero_variance")
+    )
+    max_launched_ratio: float = key(4.0, "A round launches at most this many times data.train_batch_size prompts.")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Advantages and loss (docs/algorithms.md has the formulas)."""
+
+    adv_estimator: str = key("grpo", "Advantage estimator.", ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus"))
     norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO's advantages by the group's standard deviation.")
-    loss: str = key("ppo_clip", "Per-token policy loss.", ("ppo_clip",))
+    loss: str = key("ppo_clip", "Per-token policy loss: ppo_clip, gspo, or one of your own, path.py:name.")
     loss_agg_mode: str = key(
         "token-mean",
         "How per-token losses become one number, over the whole step's counts.",
@@ -106,6 +117,29 @@ class AlgorithmConfig:
     clip_ratio_low: float = key(0.2, "The ratio is clipped below at 1 - this.")
     clip_ratio_high: float = key(0.2, "The ratio is clipped above at 1 + this.")
     clip_ratio_c: float | None = key(3.0, "Dual clip: bound of the loss where the advantage is negative; null = off.")
+    ppo_mini_batch_size: int | None = key(None, "Prompts per optimizer step; null = all of a step, one update.")
+    ppo_epochs: int = key(1, "Passes of updates over the samples of a step.")
+    entropy_coeff: float = key(0.0, "Weight of the entropy bonus in the loss.")
+    use_kl_loss: bool = key(False, "Add the KL to the reference model to the loss.")
+    kl_loss_coef: float = key(0.001, "Weight of the KL in the loss.")
+    kl_loss_type: str = key("k3", "Estimator of the KL in the loss; k3 is verl's low_var_kl.", ("k1", "k2", "k3"))
+    use_kl_in_reward: bool = key(False, "Take the KL to the reference model off the reward.")
+    kl_reward_coef: float = key(0.001, "Weight of the KL in the reward.")
+    kl_penalty: str = key("k1", "Estimator of the KL in the reward.", ("k1", "k2", "k3"))
+    overlong: str = key(
+        "keep",
+        "Responses cut at the cap: keep = train them, mask = leave them out of the loss, soft_penalty = DAPO's.",
+        ("keep", "mask", "soft_penalty"),
+    )
+    overlong_buffer_len: int = key(4096, "Soft penalty: it grows over this many tokens before the cap.")
+    overlong_penalty_factor: float = key(1.0, "Soft penalty: what a response at the cap loses.")
+    mismatch_correction: str = key(
+        "none",
+        "Weigh samples by train over rollout probability: tis = truncated at the cap, mis = dropped above it.",
+        ("none", "tis", "mis"),
+    )
+    mismatch_level: str = key("token", "One weight for each token, or for each response.", ("token", "sequence"))
+    mismatch_cap: float = key(2.0, "Cap of the weight.")
 
 
 @dataclass(frozen=True)
@@ -167,6 +201,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)

@@ -17,6 +17,15 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.clip_ratio_low": 0,
     "algorithm.clip_ratio_high": 0,
     "algorithm.clip_ratio_c": 1,
+    "algorithm.ppo_mini_batch_size": 1,
+    "algorithm.ppo_epochs": 1,
+    "algorithm.entropy_coeff": 0,
+    "algorithm.kl_loss_coef": 0,
+    "algorithm.kl_reward_coef": 0,
+    "algorithm.overlong_buffer_len": 1,
+    "algorithm.overlong_penalty_factor": 0,
+    "algorithm.mismatch_cap": 1,
+    "filter.max_launched_ratio": 1,
     "rollout.kv_cache_gib": 1,
     "rollout.max_num_batched_tokens": 1,
     "training.weight_decay": 0,
@@ -53,6 +62,7 @@ def validate(config: Config) -> None:
             raise ConfigError(f"trainer.logger holds {logger!r}: known loggers are {', '.join(_LOGGERS)}.")
     _validate_sampling(config)
     _validate_batching(config)
+    _validate_algorithm(config)
 
 
 def _validate_sampling(config: Config) -> None:
@@ -68,12 +78,12 @@ def _validate_sampling(config: Config) -> None:
     ):
         if not 0 < value <= 1:
             raise ConfigError(f"{dotted}={value:g}: must be above 0 and at most 1.")
-    if rollout.top_p < 1 or rollout.top_k > 0:
+    if (rollout.top_p < 1 or rollout.top_k > 0) and config.algorithm.mismatch_correction == "none":
         raise ConfigError(
-            f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: truncated sampling needs a mismatch "
-            "correction (tis or mis), which this version does not have; set top_p=1 and top_k=-1."
+            f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: truncated sampling draws from another law "
+            "than the one trained. Set algorithm.mismatch_correction=tis (or mis), or top_p=1 and top_k=-1."
         )
-    if config.rollout.n < 2:
+    if config.rollout.n < 2 and config.algorithm.adv_estimator != "reinforce_plus_plus":
         raise ConfigError(
             f"rollout.n={rollout.n} with algorithm.adv_estimator={config.algorithm.adv_estimator}: a group of one "
             "has no advantage (it is compared with itself); set rollout.n to 2 or more."
@@ -92,6 +102,25 @@ def _validate_batching(config: Config) -> None:
         raise ConfigError("training.sequence_parallel=true is not in this version; set it to false.")
     if config.training.min_lr > config.training.lr:
         raise ConfigError(f"training.min_lr={config.training.min_lr:g} is above training.lr={config.training.lr:g}.")
+
+
+def _validate_algorithm(config: Config) -> None:
+    algorithm, data = config.algorithm, config.data
+    if (algorithm.ppo_mini_batch_size or 1) > data.train_batch_size:
+        raise ConfigError(
+            f"algorithm.ppo_mini_batch_size={algorithm.ppo_mini_batch_size} is above data.train_batch_size="
+            f"{data.train_batch_size}: a step has no more prompts than that. Lower it, or leave it null."
+        )
+    if algorithm.overlong == "soft_penalty" and algorithm.overlong_buffer_len > data.max_response_length:
+        raise ConfigError(
+            f"algorithm.overlong_buffer_len={algorithm.overlong_buffer_len} is above data.max_response_length="
+            f"{data.max_response_length}: even an empty response would be punished. Lower it."
+        )
+    if config.filter.mode != "off" and config.rollout.n < 2:
+        raise ConfigError(
+            f"filter.mode={config.filter.mode} with rollout.n={config.rollout.n}: the scores of a group of one are always "
+            "equal, so every group would be replaced. Set rollout.n to 2 or more, or filter.mode=off."
+        )
 
 
 def check_parallel_shape(config: Config, world_size: int) -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollpacker.types import Group, Request, RoundKind
+from rollpacker.types import Group, Prompt, Request, RoundKind
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What a step launches (phases 1 and 2 of the paper's Figure 5)."""
+    """What a step launches (phases 1 and 2 of the paper's Figure 5); `num_groups` is how many it wants to train."""
 
     step: int
     kind: RoundKind
@@ -82,6 +82,20 @@ class AbortRequest:
 
 
 @dataclass(frozen=True)
+class LaunchRequests:
+    """More requests for the open round, numbered on from those that it has."""
+
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class RejectGroup:
+    """A filter found that the prompt's group is not worth training; the prompt leaves the epoch."""
+
+    prompt: Prompt
+
+
+@dataclass(frozen=True)
 class TrainGroup:
     """The group is complete: every response finished and scored. A stream trainer may start on it now."""
 
@@ -93,7 +107,7 @@ class EndRound:
     """The rollout of the step is over; fold in what is still on the way, then stop."""
 
 
-Action = ScoreResponse | AbortRequest | TrainGroup | EndRound
+Action = ScoreResponse | AbortRequest | LaunchRequests | RejectGroup | TrainGroup | EndRound
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,7 @@ class RoundStats:
     num_launched: int
     num_aborted_prompts: int
     num_aborted_responses: int
+    num_rejected_groups: int
     num_tokens_generated: int
     num_tokens_wasted: int
     num_preemptions: int

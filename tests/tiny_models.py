@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.comm.samples import Sample
-from rollpacker.training.trainer import TrainSample
+from rollpacker.training.batches import TrainSample
 
 VOCAB = 37  # odd: tensor parallelism has to pad it
 

@@ -22,6 +22,8 @@ from rollpacker.messages import (
     EndRound,
     EngineProgress,
     Event,
+    LaunchRequests,
+    RejectGroup,
     RequestFinished,
     RewardDone,
     RoundPlan,
@@ -41,14 +43,23 @@ class RoundState:
     finished: dict[int, RequestFinished] = field(default_factory=dict)
     rewards: dict[int, RewardDone] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
+    rejected: set[tuple[str, int]] = field(default_factory=set)
     trained: dict[tuple[str, int], Group] = field(default_factory=dict)
     num_tokens_generated: int = 0
     num_preemptions: int = 0
     is_open: bool = True
+    requests: list[Request] = field(default_factory=list)
     requests_of: dict[tuple[str, int], list[Request]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for request in self.plan.requests:
+        self.launch(self.plan.requests)
+
+    def launch(self, requests: Sequence[Request]) -> None:
+        """Book the plan's requests, or more of them: the place in `requests` is the index that events carry."""
+        for request in requests:
+            if request.index != len(self.requests):
+                raise RuntimeError(f"request {request.index} was launched as number {len(self.requests)}")
+            self.requests.append(request)
             self.requests_of.setdefault(request.prompt.key, []).append(request)
 
     def is_scored(self, request: Request) -> bool:
@@ -99,8 +110,7 @@ class StepController:
         if plan is not None:
             self._round = RoundState(plan)
             self._fold((plan.step, plan.kind, plan.tensor_model_parallel_size))
-            for r in plan.requests:
-                self._fold((r.prompt.key, r.response_index, r.replica, r.seed))
+            self._fold(_launched(plan.requests))
         return plan
 
     def on(self, event: Event) -> list[Action]:
@@ -113,7 +123,7 @@ class StepController:
             return []
         if not state.is_open or event.request_index in state.aborted:
             return []  # it was on its way when the round, or the request, was ended
-        request = state.plan.requests[event.request_index]
+        request = state.requests[event.request_index]
         if isinstance(event, RequestFinished):
             if request.index in state.finished:
                 raise RuntimeError(f"request {request.index} of step {state.plan.step} finished twice")
@@ -134,6 +144,10 @@ class StepController:
         """Book an action that a policy has taken."""
         if isinstance(action, AbortRequest):
             state.aborted.add(action.request.index)
+        elif isinstance(action, LaunchRequests):
+            state.launch(action.requests)
+        elif isinstance(action, RejectGroup):
+            state.rejected.add(action.prompt.key)
         elif isinstance(action, TrainGroup):
             key = action.group.prompt.key
             if key in state.trained:
@@ -150,9 +164,10 @@ class StepController:
         trained_tokens = sum(lengths)
         stats = RoundStats(
             kind=state.plan.kind,
-            num_launched=len(state.plan.requests),
-            num_aborted_prompts=len(state.requests_of) - len(groups),
+            num_launched=len(state.requests),
+            num_aborted_prompts=len(state.requests_of) - len(groups) - len(state.rejected - state.trained.keys()),
             num_aborted_responses=len(state.aborted),
+            num_rejected_groups=len(state.rejected),
             num_tokens_generated=state.num_tokens_generated,
             num_tokens_wasted=max(state.num_tokens_generated - trained_tokens, 0),
             num_preemptions=state.num_preemptions,
@@ -179,7 +194,15 @@ def _gist(action: Action) -> tuple[object, ...]:
         return name, action.request.index, action.timeout_s
     if isinstance(action, AbortRequest):
         return name, action.request.index
+    if isinstance(action, LaunchRequests):
+        return name, _launched(action.requests)
+    if isinstance(action, RejectGroup):
+        return name, action.prompt.key
     return (name,)
+
+
+def _launched(requests: Sequence[Request]) -> tuple[object, ...]:
+    return tuple((r.prompt.key, r.response_index, r.replica, r.seed) for r in requests)
 
 
 def build_group(state: RoundState, requests: Sequence[Request]) -> Group:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from rollpacker.messages import Action, EndRound, RoundPlan, TrainGroup
@@ -28,53 +29,60 @@ def request_seed(run_seed: int, step: int, prompt: Prompt, response_index: int) 
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12
 
 
+@dataclass(frozen=True)
+class RequestFactory:
+    """Prompts to requests, prompt-major: what they all have in common, and the replica and seed of each."""
+
+    router: RequestRouter
+    num_responses: int
+    max_tokens: int
+    seed: int
+
+    def requests(self, step: int, prompts: Sequence[Prompt], first_index: int = 0) -> tuple[Request, ...]:
+        """`num_responses` requests for each prompt, numbered from `first_index` on."""
+        asked = [(prompt, i) for prompt in prompts for i in range(self.num_responses)]
+        replicas = self.router.assign(len(asked), first_index)
+        return tuple(
+            Request(
+                index=index,
+                prompt=prompt,
+                response_index=response_index,
+                replica=replica,
+                seed=request_seed(self.seed, step, prompt, response_index),
+                max_tokens=self.max_tokens,
+            )
+            for index, ((prompt, response_index), replica) in enumerate(zip(asked, replicas, strict=True), first_index)
+        )
+
+
 class PlainComposer:
-    """Launches the next `train_batch_size` prompts with `num_responses` responses each."""
+    """Launches the next `train_batch_size` prompts."""
 
     def __init__(
         self,
         source: PromptSource,
-        router: RequestRouter,
+        factory: RequestFactory,
         *,
         train_batch_size: int,
-        num_responses: int,
-        max_tokens: int,
         tensor_model_parallel_size: int,
-        seed: int,
     ) -> None:
         self._source = source
-        self._router = router
+        self._factory = factory
         self._train_batch_size = train_batch_size
-        self._num_responses = num_responses
-        self._max_tokens = max_tokens
         self._tensor_model_parallel_size = tensor_model_parallel_size
-        self._seed = seed
 
     def compose(self, step: int) -> RoundPlan | None:
         """One round of fresh prompts; the last of a run may be smaller, since no prompt is lost."""
         prompts = self._source.draw(self._train_batch_size)
         if not prompts:
             return None
-        asked = [(prompt, i) for prompt in prompts for i in range(self._num_responses)]
-        replicas = self._router.assign(len(asked))
-        requests = tuple(
-            Request(
-                index=index,
-                prompt=prompt,
-                response_index=response_index,
-                replica=replica,
-                seed=request_seed(self._seed, step, prompt, response_index),
-                max_tokens=self._max_tokens,
-            )
-            for index, ((prompt, response_index), replica) in enumerate(zip(asked, replicas, strict=True))
-        )
         return RoundPlan(
             step=step,
             kind=RoundKind.SHORT,
             tensor_model_parallel_size=self._tensor_model_parallel_size,
             num_groups=len(prompts),
-            responses_per_group=self._num_responses,
-            requests=requests,
+            responses_per_group=self._factory.num_responses,
+            requests=self._factory.requests(step, prompts),
         )
 
     def long_queue_len(self) -> int:

@@ -11,6 +11,6 @@ class RequestRouter:
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
 
-    def assign(self, num_requests: int) -> list[int]:
-        """The replica of each request, in launch order."""
-        return [i % self._num_replicas for i in range(num_requests)]
+    def assign(self, num_requests: int, first_index: int = 0) -> list[int]:
+        """The replica of each request, in launch order; `first_index` is the first one's place in the round."""
+        return [(first_index + i) % self._num_replicas for i in range(num_requests)]

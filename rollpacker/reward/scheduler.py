@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.config import ConfigError
-from rollpacker.reward.verifier import RewardFunction, describe_error, load_reward_function
+from rollpacker.reward.verifier import RewardFunction, load_reward_function
+from rollpacker.user_function import describe_error
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _OWNERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

@@ -5,19 +5,13 @@ This module is imported in every reward worker and stays light: standard library
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
 import inspect
-import sys
-import traceback
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from rollpacker.config import ConfigError
+from rollpacker.user_function import load_user_function
 
 _SIGNATURE = "(response, *, prompt, ground_truth, finish_reason, **extra)"
-_MODULE_NAME = "rollpacker_reward_function"
 
 
 class RewardFunction(Protocol):
@@ -51,53 +45,12 @@ def load_reward_function(verifier: str, function: str | None) -> RewardFunction:
 
 
 def _load_user_function(spec: str) -> RewardFunction:
-    file, colon, name = spec.rpartition(":")
-    if not (file and colon and name.isidentifier()):
-        raise ConfigError(f"reward.function={spec}: expected path.py:name, for example rewards.py:score.")
-    path = Path(file).absolute()  # as tracebacks name it
-    if not path.is_file():
-        raise ConfigError(
-            f"reward.function={spec}: there is no file {path}. Relative paths start at the working directory."
-        )
-    module = _run_file(path, spec)
-    if not hasattr(module, name):
-        defined = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == _MODULE_NAME]
-        near = difflib.get_close_matches(name, defined, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"It defines: {', '.join(defined) or 'no functions'}."
-        raise ConfigError(f"reward.function={spec}: {path} has no {name}. {hint}")
-    reward: RewardFunction = getattr(module, name)
-    _check_callable(reward, name, spec)
-    return reward
-
-
-def _run_file(path: Path, spec: str) -> ModuleType:
-    """Import the user's file as a module; the files beside it can be imported from it, as from a script."""
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    module_spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
-    if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"reward.function={spec}: {path} is not a Python file; expected path.py:name.")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[_MODULE_NAME] = module  # dataclasses and pickle look their module up here
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's file may raise anything, and stop the process too
-        raise ConfigError(f"reward.function={spec}: importing {describe_error(error, path)}") from error
-    return module
-
-
-def _check_callable(reward: Any, name: str, spec: str) -> None:
-    if not callable(reward):
-        raise ConfigError(
-            f"reward.function={spec}: {name} is a {type(reward).__name__}, expected a function: def {name}{_SIGNATURE}."
-        )
-    if inspect.iscoroutinefunction(reward):
-        raise ConfigError(f"reward.function={spec}: {name} is async, expected a plain function; each worker runs one.")
+    reward: RewardFunction = load_user_function("reward.function", spec, _SIGNATURE)
+    name = spec.rpartition(":")[2]
     try:
         signature = inspect.signature(reward)
     except ValueError:  # a function of a C extension need not tell its signature
-        return
+        return reward
     try:
         signature.bind("", prompt="", ground_truth="", finish_reason="", domain="", prompt_id="")
     except TypeError as error:
@@ -105,16 +58,4 @@ def _check_callable(reward: Any, name: str, spec: str) -> None:
             f"reward.function={spec}: {name}{signature} cannot be called as {name}(response, prompt=..., "
             f"ground_truth=..., finish_reason=..., domain=..., prompt_id=...): {error}. Write def {name}{_SIGNATURE}."
         ) from error
-
-
-def describe_error(error: BaseException, path: Path | None = None) -> str:
-    """Put an exception of the user's code in one line: file and line (the innermost one in `path`), type, message."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if path is not None and frame.filename == str(path)]
-    where = f"{(own or frames)[-1].filename} line {(own or frames)[-1].lineno}"
-    if isinstance(error, SyntaxError) and error.filename:
-        where = f"{error.filename} line {error.lineno}"
-    # Not str(error): an exception class of the user's may fail at that too, and this one says so instead.
-    lines = traceback.format_exception_only(error)
-    text = " ".join(lines[-1 if isinstance(error, SyntaxError) else 0].split())
-    return f"{where} raised {text if len(text) <= 500 else text[:497] + '...'}"
+    return reward

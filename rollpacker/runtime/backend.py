@@ -6,26 +6,23 @@ handed in by `worker.py`.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rollpacker.comm.groups import ParallelRanks
 from rollpacker.comm.samples import Sample, exchange_samples
 from rollpacker.comm.world import World
 from rollpacker.config import Config
-from rollpacker.data.packing import assign_to_replicas
-from rollpacker.messages import Action, Event, RoundPlan, UpdatePlan
+from rollpacker.messages import Action, Event, LaunchRequests, RoundPlan, UpdatePlan
 from rollpacker.platform.device import Platform
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.rollout.engine import RolloutEngine
 from rollpacker.runtime.dump import write_dump
 from rollpacker.runtime.report import StepReport, StepReporter
 from rollpacker.runtime.rollout import Placement, Rollout
-from rollpacker.training.advantages import group_advantages
-from rollpacker.training.loss import denominator, sequence_weight
-from rollpacker.training.trainer import LossSums, Trainer, TrainSample
-from rollpacker.types import ScoredResponse
+from rollpacker.training.objective import LossSums
+from rollpacker.training.policy_update import PolicyUpdate
 from rollpacker.weights.refit import MegatronWeights
 
 
@@ -35,7 +32,7 @@ class Parts:
 
     rollout: Rollout
     engine: RolloutEngine | None
-    trainer: Trainer
+    policy_update: PolicyUpdate
     weights: MegatronWeights
     placement: Placement
     ranks: ParallelRanks
@@ -54,11 +51,6 @@ class ClusterBackend:
         self._world = world
         self._digest = digest
         self._weight_version = 0
-        # The world ranks of each training replica: every one of them needs the replica's samples.
-        dp_ranks = world.comm.allgather(parts.ranks.dp_rank)
-        self._replica_ranks = [
-            [r for r, d in enumerate(dp_ranks) if d == replica] for replica in range(parts.ranks.dp_size)
-        ]
         self._update: UpdatePlan | None = None
         self._report = StepReport()
 
@@ -78,10 +70,12 @@ class ClusterBackend:
 
     def apply(self, action: Action) -> None:
         """Carry out an action on this rank's replica."""
+        if isinstance(action, LaunchRequests):
+            self._parts.reporter.on_launch(len(action.requests))
         self._parts.rollout.apply(action)
 
     def apply_update(self, update: UpdatePlan) -> None:
-        """Move the samples to their training replicas, add their gradients up, make one optimizer step."""
+        """Move the samples to their training replicas and train on them."""
         parts, timer = self._parts, self._parts.timer
         self._update = update
         if parts.engine is not None:
@@ -90,20 +84,17 @@ class ClusterBackend:
             samples = parts.rollout.take_samples()
             if self._config.trainer.rollout_data_dir and samples:
                 write_dump(self._config.trainer.rollout_data_dir, self._world.rank, update, samples)
-            responses = [r for g in update.groups for r in g.responses]
-            mine = exchange_samples(self._world.comm, self._outgoing(responses, samples))
-        parts.reporter.on_stage("update_actor")
-        with timer.stage("update_actor"):
-            parts.trainer.begin()
-            start = time.perf_counter()
-            sums = parts.trainer.accumulate(self._train_samples(update, mine))
-            parts.platform.synchronize()
-            self._report.train_busy_s = time.perf_counter() - start
-            count = denominator(self._config.algorithm.loss_agg_mode, update.num_tokens, update.num_sequences)
-            result = parts.trainer.update(count)
-        self._report.denominator = count
-        self._report.loss_sums = sums if parts.ranks.reports_metrics else LossSums()
-        self._report.update_result = result
+            mine = exchange_samples(self._world.comm, _by_rank(samples, parts.policy_update.destinations(update)))
+        self._report.update = parts.policy_update.run(update, mine, self._training_stage)
+        if not parts.ranks.reports_metrics:
+            self._report.update.sums = LossSums()
+
+    @contextlib.contextmanager
+    def _training_stage(self, name: str) -> Iterator[None]:
+        """A stage of the update, shown and timed."""
+        self._parts.reporter.on_stage(name)
+        with self._parts.timer.stage(name):
+            yield
 
     def sync_weights(self) -> None:
         """Refit: the trained weights go into the engine; then the step is reported."""
@@ -131,37 +122,12 @@ class ClusterBackend:
         engine.load_weights(self._parts.weights.export_hf(), weight_version)
         engine.wake("kv_cache")
 
-    def _outgoing(self, responses: Sequence[ScoredResponse], samples: dict[int, Sample]) -> dict[int, list[Sample]]:
-        """Samples of this rank by destination: replicas are filled by token count, known to all from the events."""
-        lengths = [len(r.request.prompt.token_ids) + r.num_tokens for r in responses]
-        outgoing: dict[int, list[Sample]] = {}
-        for replica, indices in enumerate(assign_to_replicas(lengths, len(self._replica_ranks))):
-            for i in indices:
-                sample = samples.get(responses[i].request.index)
-                if sample is not None:
-                    for rank in self._replica_ranks[replica]:
-                        outgoing.setdefault(rank, []).append(sample)
-        return outgoing
 
-    def _train_samples(self, update: UpdatePlan, samples: Sequence[Sample]) -> list[TrainSample]:
-        """Add what the loss needs of the group: advantages and token weights follow from the rewards in the events."""
-        algorithm = self._config.algorithm
-        advantages: dict[int, float] = {}
-        for group in update.groups:
-            values = group_advantages(
-                [r.reward for r in group.responses],
-                adv_estimator=algorithm.adv_estimator,
-                divide_by_std=algorithm.norm_adv_by_std_in_grpo,
-            )
-            advantages.update({r.request.index: a for r, a in zip(group.responses, values, strict=True)})
-        self._report.advantages = list(advantages.values())
-        return [
-            TrainSample(
-                sample=s,
-                advantage=advantages[s.request_index],
-                token_weight=sequence_weight(
-                    algorithm.loss_agg_mode, len(s.response_ids), self._config.data.max_response_length
-                ),
-            )
-            for s in samples
-        ]
+def _by_rank(samples: Mapping[int, Sample], destinations: Mapping[int, list[int]]) -> dict[int, list[Sample]]:
+    """This rank's samples by the ranks that train them; those of responses that nobody trains are left behind."""
+    outgoing: dict[int, list[Sample]] = {}
+    for index, ranks in destinations.items():
+        if index in samples:
+            for rank in ranks:
+                outgoing.setdefault(rank, []).append(samples[index])
+    return outgoing

@@ -14,7 +14,9 @@ from rollpacker.profiling.trace import Span, TraceWriter
 from rollpacker.runtime.console import ProgressDisplay
 from rollpacker.runtime.metrics import MetricsWriter, length_metrics, spread
 from rollpacker.runtime.rollout import Rollout, RoundFacts
-from rollpacker.training.trainer import LossSums, UpdateResult
+from rollpacker.training.mismatch import mismatch_advice
+from rollpacker.training.objective import LossSums
+from rollpacker.training.policy_update import UpdateReport
 from rollpacker.types import RoundKind, ScoredResponse
 
 _MAX_REWARD_MESSAGES = 3
@@ -26,12 +28,8 @@ class StepReport:
 
     start_s: float = 0.0
     end_s: float = 0.0
-    train_busy_s: float = 0.0
-    denominator: int = 1
     weight_version: int = 0
-    loss_sums: LossSums = field(default_factory=LossSums)
-    update_result: UpdateResult = field(default_factory=lambda: UpdateResult(0.0, 0.0))
-    advantages: list[float] = field(default_factory=list)
+    update: UpdateReport = field(default_factory=UpdateReport)
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,12 @@ class Sinks:
 class StepReporter:
     """Collective at the end of each step; everything else is local."""
 
-    def __init__(self, world: World, sinks: Sinks | None, *, max_response_length: int) -> None:
+    def __init__(
+        self, world: World, sinks: Sinks | None, *, max_response_length: int, mismatch_correction: str
+    ) -> None:
         self._world = world
+        self._mismatch_correction = mismatch_correction
+        self._has_warned = False
         self._sinks = sinks
         self._cap = max_response_length
         self._num_requests = 0
@@ -74,6 +76,10 @@ class StepReporter:
         self._step, self._num_requests = plan.step, len(plan.requests)
         self._num_finished = self._num_tokens = 0
         self.on_stage("gen")
+
+    def on_launch(self, num_requests: int) -> None:
+        """The open round grows."""
+        self._num_requests += num_requests
 
     def on_stage(self, name: str) -> None:
         """A stage begins."""
@@ -96,7 +102,7 @@ class StepReporter:
         seconds, spans = timer.take()
         rollout_spans, messages = rollout.take_spans()
         mine = _RankReport(
-            seconds, spans + rollout_spans, rollout.facts, report.train_busy_s, report.loss_sums, messages
+            seconds, spans + rollout_spans, rollout.facts, report.update.busy_s, report.update.sums, messages
         )
         gathered = self._world.comm.gather(mine)
         if self._sinks is None or gathered is None:
@@ -110,12 +116,22 @@ class StepReporter:
                 self._sinks.trace.add_counter(rank, "quanta", report.end_s, facts.num_quanta)
                 self._sinks.trace.add_counter(rank, "control_cpu_s", report.end_s, facts.control_cpu_s)
                 self._sinks.trace.add_counter(rank, "engine_busy_s", report.end_s, facts.engine_busy_s)
+        self._warn_of_mismatch(metrics)
         failures = [m for rank in gathered for m in rank.reward_messages]
         for message in failures[:_MAX_REWARD_MESSAGES]:
             self._sinks.display.note(f"reward failed: {message}")
         if len(failures) > _MAX_REWARD_MESSAGES:
             self._sinks.display.note(f"... and {len(failures) - _MAX_REWARD_MESSAGES} more in this step")
         self._sinks.display.step_done(metrics)
+
+    def _warn_of_mismatch(self, metrics: dict[str, Any]) -> None:
+        """Once a run: it does not go away by itself, and the metrics say how it goes on."""
+        advice = mismatch_advice(
+            metrics["mismatch/k3_kl"], metrics["mismatch/effective_sample_size"], self._mismatch_correction
+        )
+        if advice and not self._has_warned and self._sinks is not None:
+            self._sinks.display.note(f"step {self._step}: {advice}")
+            self._has_warned = True
 
     def _metrics(self, update: UpdatePlan, report: StepReport, ranks: Sequence[_RankReport]) -> dict[str, Any]:
         responses = [r for g in update.groups for r in g.responses]
@@ -126,9 +142,10 @@ class StepReporter:
             "training/global_step": update.step,
             "training/epoch": update.epoch,
             **length_metrics([r.num_tokens for r in responses], self._cap),
-            **spread("critic/rewards", [r.reward for r in responses]),
-            **spread("critic/advantages", report.advantages),
-            **_actor_metrics(sums, report),
+            **spread("critic/score", [r.reward for r in responses]),
+            **spread("critic/rewards", report.update.rewards),
+            **_actor_metrics(sums, report.update),
+            **_mismatch_metrics(sums),
             **_rollout_metrics(update),
             **self._time_metrics(update, responses, report, ranks),
         }
@@ -149,6 +166,8 @@ class StepReporter:
             "timing_s/step": step_s,
             "timing_s/gen": slowest("gen"),
             "timing_s/reward": reward_s,
+            "timing_s/old_log_prob": slowest("old_log_prob"),
+            "timing_s/ref": slowest("ref"),
             "timing_s/update_actor": train_s,
             "timing_s/update_weights": sync_s,
             "timing_s/save_checkpoint": slowest("save_checkpoint"),
@@ -166,19 +185,37 @@ class StepReporter:
         }
 
 
-def _actor_metrics(sums: LossSums, report: StepReport) -> dict[str, Any]:
+def _actor_metrics(sums: LossSums, report: UpdateReport) -> dict[str, Any]:
+    """Means over response tokens and over the step's optimizer steps; the learning rate is the same in all of them."""
     tokens = max(sums.num_tokens, 1)
+    norms = [r.grad_norm for r in report.results]
     return {
-        "actor/pg_loss": sums.loss / report.denominator,
+        "critic/advantages/mean": sums.advantage / tokens,
+        "critic/advantages/max": sums.advantage_max,
+        "critic/advantages/min": sums.advantage_min,
+        "actor/pg_loss": sums.policy_loss,
+        "actor/kl_loss": sums.kl_loss,
         "actor/pg_clipfrac": sums.num_clipped / tokens,
         "actor/ppo_kl": sums.approx_kl / tokens,
         "actor/entropy": sums.entropy / tokens,
-        "actor/grad_norm": report.update_result.grad_norm,
-        "actor/lr": report.update_result.lr,
+        "actor/grad_norm": sum(norms) / max(len(norms), 1),
+        "actor/lr": report.results[-1].lr if report.results else None,
+        "actor/num_updates": len(norms),
         "training/rollout_probs_diff_mean": sums.probs_diff / tokens,
         "training/rollout_probs_diff_max": sums.probs_diff_max,
         "training/rollout_logprobs_diff_mean": sums.logprobs_diff / tokens,
         "training/rollout_logprobs_diff_max": sums.logprobs_diff_max,
+    }
+
+
+def _mismatch_metrics(sums: LossSums) -> dict[str, Any]:
+    tokens, weights = max(sums.num_tokens, 1), max(sums.num_weights, 1)
+    return {
+        "mismatch/kl": sums.rollout_kl / tokens,
+        "mismatch/k3_kl": sums.rollout_kl_k3 / tokens,
+        "mismatch/weight_mean": sums.weight / weights,
+        "mismatch/effective_sample_size": sums.weight**2 / max(sums.weight_square * weights, 1e-30),
+        "mismatch/masked_ratio": sums.num_cut / weights,
     }
 
 
@@ -192,6 +229,8 @@ def _rollout_metrics(update: UpdatePlan) -> dict[str, Any]:
         "rollout/wasted_token_ratio": stats.num_tokens_wasted / max(stats.num_tokens_generated, 1),
         "rollout/num_preemptions": stats.num_preemptions,
         "rollout/tensor_model_parallel_size": stats.tensor_model_parallel_size,
+        "filter/num_rejected": stats.num_rejected_groups,
+        "filter/num_launched": stats.num_launched,
         "planner/tp": stats.tensor_model_parallel_size,
         "planner/switched": 0,
         "reward/timeout_count": stats.num_reward_timeouts,

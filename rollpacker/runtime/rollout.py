@@ -8,7 +8,7 @@ tensor-parallel group. (docs/architecture.md, 2)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from rollpacker.messages import (
     EndRound,
     EngineProgress,
     Event,
+    LaunchRequests,
     RequestFinished,
     RewardDone,
     RoundPlan,
@@ -32,7 +33,7 @@ from rollpacker.messages import (
 from rollpacker.profiling.trace import Span
 from rollpacker.reward.scheduler import RewardScheduler
 from rollpacker.rollout.engine import RolloutEngine
-from rollpacker.types import Response
+from rollpacker.types import Request, Response
 
 # Deterministic mode: every quantum has this many engine steps, and a step lasts a virtual millisecond.
 _FIXED_NUM_STEPS = 16
@@ -134,9 +135,7 @@ class LiveRollout:
         self._responses.clear()
         self.facts = RoundFacts(launch_s=self._now())
         self._launch_wall_s = self._world.now()
-        for request in plan.requests:
-            if request.replica == self._placement.replica:
-                self._engine.add(request)
+        self._add(plan.requests)
 
     def events(self, digest: Callable[[], int]) -> Iterator[Event]:
         """Run quanta and exchange until the round has ended; what is then on the way is folded in too."""
@@ -153,10 +152,12 @@ class LiveRollout:
         self.facts.wall_s = time.perf_counter() - start
 
     def apply(self, action: Action) -> None:
-        """Score, abort or end; actions for other replicas pass by."""
+        """Score, launch, abort or end; actions for other replicas pass by."""
         if isinstance(action, ScoreResponse):
             if self._placement.is_leader and action.request.replica == self._placement.replica:
                 self._score(action)
+        elif isinstance(action, LaunchRequests):
+            self._add(action.requests)
         elif isinstance(action, AbortRequest):
             if action.request.replica == self._placement.replica:
                 self._engine.abort([action.request])
@@ -176,6 +177,11 @@ class LiveRollout:
         taken = self._spans, self._reward_messages
         self._spans, self._reward_messages = [], []
         return taken
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.replica == self._placement.replica:
+                self._engine.add(request)
 
     def _now(self) -> float:
         return self._virtual_s if self._deterministic else self._world.now()

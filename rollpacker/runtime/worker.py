@@ -15,10 +15,12 @@ from rollpacker.comm.world import World, init_torch_distributed, is_user_termina
 from rollpacker.config import Config, ConfigError
 from rollpacker.config_file import to_yaml
 from rollpacker.data.prompts import PromptDataset, PromptOrder, load_examples
-from rollpacker.model_shape import ModelShape
+from rollpacker.model_shape import ModelShape, read_model_shape
 from rollpacker.platform.device import Platform, select_platform
 from rollpacker.policy.controller import StepController
-from rollpacker.policy.plain import KeepEverything, PlainComposer
+from rollpacker.policy.dynamic_sampling import DynamicSampling
+from rollpacker.policy.filters import ZeroVarianceFilter
+from rollpacker.policy.plain import KeepEverything, PlainComposer, RequestFactory
 from rollpacker.policy.routing import RequestRouter
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.profiling.trace import TraceWriter
@@ -30,8 +32,11 @@ from rollpacker.runtime.dump import ReplayRollout
 from rollpacker.runtime.metrics import MetricsWriter, prepare_run_dir
 from rollpacker.runtime.report import Sinks, StepReporter
 from rollpacker.runtime.rollout import LiveRollout, Placement, Rollout, place
+from rollpacker.training.loss import load_policy_loss
 from rollpacker.training.model import build_model, init_parallel_groups
 from rollpacker.training.optimizer import build_lr_schedule, build_optimizer
+from rollpacker.training.policy_update import PolicyUpdate
+from rollpacker.training.reference import ReferenceWeights
 from rollpacker.training.trainer import Trainer
 from rollpacker.weights.hf import write_hf_folder
 from rollpacker.weights.refit import MegatronWeights
@@ -57,6 +62,8 @@ def check(config: Config, world: World, shape: ModelShape) -> Checked:
     platform = select_platform(config.trainer.device)
     _check_device_features(config, platform)
     _check_folders(config)
+    load_policy_loss(config.algorithm)
+    _check_reference(config, shape)
     tokenizer, stop_token_ids = _load_tokenizer(config.model.path)
     dataset = load_examples(config.data.train_files, tokenizer, max_prompt_length=config.data.max_prompt_length)
     placement = place(world.rank, config.rollout.tensor_model_parallel_size)
@@ -99,6 +106,15 @@ def _check_folders(config: Config) -> None:
     if dump is not None and any(Path(dump).glob("step_*")):
         raise ConfigError(
             f"trainer.rollout_data_dir={dump} holds the steps of an earlier run. Remove them, or choose another folder."
+        )
+
+
+def _check_reference(config: Config, shape: ModelShape) -> None:
+    path = config.model.reference_path
+    if path is not None and read_model_shape(path) != shape:
+        raise ConfigError(
+            f"model.reference_path={path} has another shape than model.path={config.model.path}: a reference is swapped "
+            "into the model in training, so both must be alike."
         )
 
 
@@ -145,6 +161,7 @@ class Worker:
         self.ranks = init_parallel_groups(config.training, platform, config.trainer.seed)
         model = build_model(checked.shape, config.training, platform, self.ranks)
         self.weights = MegatronWeights(model, checked.shape, self.ranks)
+        self.reference = self._load_reference(model)
         world.agree(lambda: self.weights.import_hf(config.model.path))
         self.trainer = self._build_trainer(model, self.ranks)
         self.engine = None if checked.replay is not None else self._build_engine()
@@ -199,6 +216,15 @@ class Worker:
             ),
         )
 
+    def _load_reference(self, model: Any) -> ReferenceWeights | None:
+        """Before the trained weights, since both pass through the one model."""
+        algorithm = self.config.algorithm
+        if not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+            return None
+        path = self.config.model.reference_path or self.config.model.path
+        self.world.agree(lambda: self.weights.import_hf(path))
+        return ReferenceWeights(model)
+
     def _build_trainer(self, model: Any, ranks: ParallelRanks) -> Trainer:
         training, platform = self.config.training, self.checked.platform
         optimizer = build_optimizer(model, training, platform)
@@ -223,34 +249,54 @@ class Worker:
 
     def _build_controller(self) -> StepController:
         config, checked = self.config, self.checked
-        source = checked.replay or PromptOrder(
-            checked.dataset.examples,
+        factory = RequestFactory(
+            RequestRouter(self.world.size // config.rollout.tensor_model_parallel_size),
+            num_responses=config.rollout.n,
+            max_tokens=config.data.max_response_length,
+            seed=config.trainer.seed,
+        )
+        sizes = {
+            "train_batch_size": config.data.train_batch_size,
+            "tensor_model_parallel_size": config.rollout.tensor_model_parallel_size,
+        }
+        timeout_s = config.reward.timeout_s
+        if config.filter.mode == "off" or checked.replay is not None:  # a dump holds what its run has trained
+            composer = PlainComposer(checked.replay or self._prompt_order(), factory, **sizes)
+            return StepController(composer, KeepEverything(), reward_timeout_s=timeout_s)
+        sampling = DynamicSampling(
+            self._prompt_order(),
+            factory,
+            ZeroVarianceFilter(),
+            max_launched_ratio=config.filter.max_launched_ratio,
+            **sizes,
+        )
+        return StepController(sampling, sampling, reward_timeout_s=timeout_s)
+
+    def _prompt_order(self) -> PromptOrder:
+        config = self.config
+        return PromptOrder(
+            self.checked.dataset.examples,
             seed=config.trainer.seed if config.data.seed is None else config.data.seed,
             shuffle=config.data.shuffle,
             total_epochs=None if config.trainer.total_training_steps else config.trainer.total_epochs,
         )
-        composer = PlainComposer(
-            source,
-            RequestRouter(self.world.size // config.rollout.tensor_model_parallel_size),
-            train_batch_size=config.data.train_batch_size,
-            num_responses=config.rollout.n,
-            max_tokens=config.data.max_response_length,
-            tensor_model_parallel_size=config.rollout.tensor_model_parallel_size,
-            seed=config.trainer.seed,
-        )
-        return StepController(composer, KeepEverything(), reward_timeout_s=config.reward.timeout_s)
 
     def _build_backend(self) -> ClusterBackend:
         config, world = self.config, self.world
         parts = Parts(
             rollout=self._build_rollout(),
             engine=self.engine,
-            trainer=self.trainer,
+            policy_update=PolicyUpdate(self.trainer, self.reference, self.ranks, world, config, self.checked.platform),
             weights=self.weights,
             placement=self.checked.placement,
             ranks=self.ranks,
             timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx),
-            reporter=StepReporter(world, self._sinks, max_response_length=config.data.max_response_length),
+            reporter=StepReporter(
+                world,
+                self._sinks,
+                max_response_length=config.data.max_response_length,
+                mismatch_correction=config.algorithm.mismatch_correction,
+            ),
             export_model=self.export_model,
             platform=self.checked.platform,
         )

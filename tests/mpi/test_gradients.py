@@ -16,8 +16,9 @@ from rollpacker.comm.world import World
 from rollpacker.config import AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainingConfig
 from rollpacker.data.packing import assign_to_replicas
 from rollpacker.platform.device import Platform
+from rollpacker.training.batches import TrainSample
 from rollpacker.training.optimizer import build_lr_schedule, build_optimizer
-from rollpacker.training.trainer import Trainer, TrainSample
+from rollpacker.training.trainer import Trainer
 from rollpacker.weights.refit import MegatronWeights
 
 TOLERANCE = 1e-5
@@ -155,6 +156,7 @@ def test_one_optimizer_step_is_the_same_everywhere(
     ranks = weights._ranks
     before = {n: t.clone().cpu() for n, t in weights.export_hf()}
     mine = assign_to_replicas([s.sample.num_tokens for s in samples], ranks.dp_size)[ranks.dp_rank]
+    trainer.advance_lr()
     trainer.begin()
     trainer.accumulate([samples[i] for i in mine])
     result = trainer.update(50)

@@ -6,36 +6,18 @@ tests/mpi covers the vocabulary-parallel case. Error = largest difference over l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributions import Categorical
 
 from rollpacker.comm.groups import ParallelRanks
-from rollpacker.config import TrainingConfig
-from rollpacker.platform.device import select_platform
 from rollpacker.training.logprobs import scale_logits, token_entropy, token_logprobs
-from rollpacker.training.model import init_parallel_groups
 
 TOLERANCE = 1e-6
 TEMPERATURES = [1.0, 0.7, 1.5]
 PADDINGS = [0, 1, 11]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[ParallelRanks]:
-    """Megatron's groups over this one process; the CPU stand-ins come first, before Megatron is imported."""
-    platform = select_platform("cpu")
-    platform.prepare(0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_parallel_groups(TrainingConfig(), platform, seed=1)
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def random_logits(num_padding_columns: int = 0, *, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,11 +78,30 @@ def test_entropy_at_its_extremes() -> None:
     assert token_entropy(random_logits(scale=50.0), None).min().item() >= -1e-6
 
 
-def test_entropy_leaves_the_logits_and_the_graph_alone() -> None:
-    logits = random_logits().requires_grad_()
-    before = logits.detach().clone()
-    assert not token_entropy(logits, None).requires_grad
-    assert torch.equal(logits.detach(), before)
+def test_entropy_leaves_the_logits_alone() -> None:
+    logits = random_logits()
+    before = logits.clone()
+    token_entropy(logits, None)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("num_padding_columns", PADDINGS)
+def test_entropy_gradient(ranks: ParallelRanks, num_padding_columns: int) -> None:
+    """By the logits, also where the same logits give log-probs afterwards, which overwrites them."""
+    weights = torch.linspace(-2.0, 3.0, 36).view(4, 9)
+    ours_leaf = random_logits(num_padding_columns).requires_grad_()
+    scaled = scale_logits(ours_leaf, 0.7, num_padding_columns)
+    entropy = token_entropy(scaled, ranks.tp_group)
+    ours = (entropy * weights).sum() + token_logprobs(scaled, random_targets()).sum()
+    ours.backward()
+    leaf = random_logits(num_padding_columns).double().requires_grad_()
+    logprobs = (leaf[..., :37] / 0.7).log_softmax(dim=-1)
+    reference = (Categorical(logits=leaf[..., :37] / 0.7).entropy() * weights).sum()
+    reference = reference + logprobs.gather(-1, random_targets().unsqueeze(-1)).sum()
+    reference.backward()
+    assert ours_leaf.grad is not None
+    assert leaf.grad is not None
+    assert error(ours_leaf.grad, leaf.grad) <= TOLERANCE
 
 
 def test_entropy_over_a_group_of_one_rank(ranks: ParallelRanks) -> None:

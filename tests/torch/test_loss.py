@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,12 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollpacker.training.loss import ClipRange, denominator, ppo_clip, sequence_weight
+from rollpacker.config import AlgorithmConfig
+from rollpacker.training.loss import denominator, ppo_clip, token_weight
 
 TOLERANCE = 1e-6
 CLIPS = [(0.2, 0.2), (0.2, 0.28), (0.1, 0.5), (0.4, 0.05), (0.0, 0.3), (0.0, 0.0)]
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 MAX_RESPONSE_LENGTH = 8
+
+
+class ClipRange(NamedTuple):
+    low: float
+    high: float
+    dual: float | None
+
+    def config(self) -> AlgorithmConfig:
+        return AlgorithmConfig(clip_ratio_low=self.low, clip_ratio_high=self.high, clip_ratio_c=self.dual)
 
 
 def expected_of_one_token(logprob: float, old: float, advantage: float, clip: ClipRange) -> tuple[float, float, bool]:
@@ -48,7 +59,8 @@ def expected_of_one_token(logprob: float, old: float, advantage: float, clip: Cl
 def run(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: ClipRange) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, gradient of its sum, and the clip flags."""
     leaf = logprobs.clone().requires_grad_()
-    loss, is_clipped = ppo_clip(leaf, old, advantages, clip)
+    mask = torch.ones_like(leaf, dtype=torch.bool)
+    loss, is_clipped = ppo_clip(leaf, old, advantages, mask, algorithm=clip.config())
     (gradient,) = torch.autograd.grad(loss.sum(), leaf)
     return loss.detach(), gradient, is_clipped
 
@@ -175,7 +187,7 @@ def aggregate(mode: str, losses: Sequence[Sequence[float]]) -> float:
 
 def weighted_sum(mode: str, losses: Sequence[Sequence[float]]) -> float:
     """What one micro-batch, chunk or replica adds up."""
-    weights = [sequence_weight(mode, len(response), MAX_RESPONSE_LENGTH) for response in losses]
+    weights = [token_weight(mode, len(response), MAX_RESPONSE_LENGTH) for response in losses]
     return sum(weight * loss for weight, response in zip(weights, losses, strict=True) for loss in response)
 
 

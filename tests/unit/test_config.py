@@ -45,7 +45,7 @@ def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
         ("tail_batching.mode=paper", "expected one of off"),
         ("rollout.n=1", "a group of one has no advantage"),
         ("rollout.temperature=0", "must be above 0"),
-        ("rollout.top_p=0.9", "needs a mismatch correction"),
+        ("rollout.top_p=0.9", "Set algorithm.mismatch_correction=tis"),
         ("data.train_batch_size=0", "data.train_batch_size=0: must be at least 1."),
         ("training.max_tokens_per_gpu=50", "1024 + 100 = 1124"),
         ("trainer.logger=wandb", "known loggers are console, tensorboard"),

@@ -22,7 +22,7 @@ from rollpacker.messages import (
     UpdatePlan,
 )
 from rollpacker.policy.controller import StepController
-from rollpacker.policy.plain import KeepEverything, PlainComposer, request_seed
+from rollpacker.policy.plain import KeepEverything, PlainComposer, RequestFactory, request_seed
 from rollpacker.policy.routing import RequestRouter
 from rollpacker.types import Prompt
 
@@ -41,12 +41,9 @@ class ListSource:
 def make_controller(num_prompts: int, batch: int = 4, n: int = 3, replicas: int = 2) -> StepController:
     composer = PlainComposer(
         ListSource(num_prompts),
-        RequestRouter(replicas),
+        RequestFactory(RequestRouter(replicas), num_responses=n, max_tokens=10, seed=0),
         train_batch_size=batch,
-        num_responses=n,
-        max_tokens=10,
         tensor_model_parallel_size=1,
-        seed=0,
     )
     return StepController(composer, KeepEverything(), reward_timeout_s=2.0)
 
@@ -159,9 +156,8 @@ def test_a_round_may_hold_the_same_prompt_of_two_epochs() -> None:
     order = PromptOrder(
         [("a", (1,), "default"), ("b", (2,), "default"), ("c", (3,), "default")], seed=0, shuffle=True, total_epochs=4
     )
-    composer = PlainComposer(
-        order, RequestRouter(1), train_batch_size=5, num_responses=2, max_tokens=4, tensor_model_parallel_size=1, seed=0
-    )
+    factory = RequestFactory(RequestRouter(1), num_responses=2, max_tokens=4, seed=0)
+    composer = PlainComposer(order, factory, train_batch_size=5, tensor_model_parallel_size=1)
     backend = ShuffledBackend(1)
     assert run(None, StepController(composer, KeepEverything(), reward_timeout_s=1.0), backend) == 3
     trained = [g.prompt.key for u in backend.updates for g in u.groups]

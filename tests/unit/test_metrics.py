@@ -23,11 +23,13 @@ from rollpacker.runtime.metrics import (
 # The "Metric names" paragraph of docs/metrics.md, without `val-core/*`.
 SPEC_NAMES = """
 training/{global_step,epoch} timing_s/{step,gen,reward,old_log_prob,ref,update_actor,update_weights,save_checkpoint,testing}
-response_length/{mean,max,min,p50,p95,p99,clip_ratio} critic/{rewards,advantages}/{mean,max,min}
-actor/{pg_loss,pg_clipfrac,ppo_kl,entropy,grad_norm,lr} training/rollout_probs_diff_{mean,max}
-training/rollout_logprobs_diff_{mean,max} perf/{throughput,total_num_tokens,time_per_step}
+response_length/{mean,max,min,p50,p95,p99,clip_ratio} critic/{score,rewards,advantages}/{mean,max,min}
+actor/{pg_loss,kl_loss,pg_clipfrac,ppo_kl,entropy,grad_norm,lr,num_updates} training/rollout_probs_diff_{mean,max}
+training/rollout_logprobs_diff_{mean,max} mismatch/{kl,k3_kl,weight_mean,effective_sample_size,masked_ratio}
+perf/{throughput,total_num_tokens,time_per_step}
 rollout/{is_long_round,long_queue_len,aborted_prompts,aborted_responses,wasted_token_ratio,num_preemptions,tensor_model_parallel_size}
-bubble/{rollout,reward,train,sync}_ratio stream/{num_groups_streamed,scale_down_progress,overlap_s} planner/{tp,switched}
+filter/{num_launched,num_rejected} bubble/{rollout,reward,train,sync}_ratio
+stream/{num_groups_streamed,scale_down_progress,overlap_s} planner/{tp,switched}
 reward/{timeout_count,error_count,timeout_budget_s}
 audit/{icc,coverage_p50,coverage_p90,coverage_p95,coverage_p99,own_coverage_p95,num_groups}
 exact/{num_copies,num_rejected,num_forced}
