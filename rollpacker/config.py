@@ -57,6 +57,9 @@ class RolloutConfig:
     max_num_batched_tokens: int | None = key(None, "Most tokens in one engine step; null = vLLM's choice.")
     enforce_eager: bool = key(False, "Do not capture CUDA graphs (CPU runs never do).")
     dtype: str = key("auto", "Engine weights and activations; auto = training.dtype.", ("auto", "fp32", "bf16"))
+    weight_noise: float = key(
+        0.0, "Relative noise put on the engine's weights at each refit, to study mismatch_correction; 0 = none."
+    )
     quantum_ms: float = key(50.0, "Time between two event exchanges, in milliseconds.")
     replay: str | None = key(None, "Train on this dump (trainer.rollout_data_dir of a run) instead of generating.")
 

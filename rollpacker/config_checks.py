@@ -12,6 +12,7 @@ _AT_LEAST: dict[str, float] = {
     "rollout.tensor_model_parallel_size": 1,
     "rollout.max_num_seqs": 1,
     "rollout.quantum_ms": 1,
+    "rollout.weight_noise": 0,
     "reward.num_workers": 1,
     "reward.timeout_s": 0.01,
     "algorithm.clip_ratio_low": 0,

@@ -14,6 +14,8 @@ import yaml
 from rollpacker.config import Config, ConfigError
 from rollpacker.config_checks import validate
 
+_BASE = "base"
+
 
 class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key written twice; YAML would silently keep the last."""
@@ -33,10 +35,46 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicat
 
 
 def load_config(path: str, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, apply `section.key=value` overrides, check everything that needs no machine."""
+    """Read a YAML file, lay further files and `section.key=value` overrides on it, check what needs no machine.
+
+    A word of `overrides` that ends in .yaml is a file to lay on top: a recipe, for example.
+    """
+    tree = _read_with_base(Path(path), ())
+    for word in overrides or []:
+        if is_overlay(word):
+            overlay = _read_tree(Path(word))
+            overlay.pop(_BASE, None)  # what it builds on when it is started by itself
+            _lay_on(tree, overlay)
+        else:
+            _apply_override(tree, word)
+    config: Config = _build(Config, tree, "")
+    validate(config)
+    return config
+
+
+def is_overlay(word: str) -> bool:
+    """Whether a word of the command line names a config file rather than an override."""
+    return "=" not in word and Path(word).suffix in (".yaml", ".yml")
+
+
+def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """The tree of a file, laid on that of the file which it names as its `base`, relative to itself."""
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: its {_BASE} leads back to itself.")
+    tree = _read_tree(path)
+    base = tree.pop(_BASE, None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: {_BASE}={base!r}: expected the path of one config file, relative to this one.")
+    below = _read_with_base(path.parent / base, (*seen, path.resolve()))
+    _lay_on(below, tree)
+    return below
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        tree = yaml.load(text, _StrictLoader) or {}
+        tree = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader) or {}
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
@@ -47,11 +85,16 @@ def load_config(path: str, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections (model:, data:, ...), found a {type(tree).__name__}.")
-    for override in overrides or []:
-        _apply_override(tree, override)
-    config: Config = _build(Config, tree, "")
-    validate(config)
-    return config
+    return tree
+
+
+def _lay_on(tree: dict[str, Any], overlay: dict[str, Any]) -> None:
+    """Write the keys of `overlay` over those of `tree`, section by section."""
+    for name, value in overlay.items():
+        if isinstance(value, dict) and isinstance(tree.get(name), dict):
+            _lay_on(tree[name], value)
+        else:
+            tree[name] = value
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

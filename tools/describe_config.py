@@ -21,8 +21,10 @@ _HEAD = """# Configuration
 Made from `rollpacker/config.py` by `python tools/describe_config.py > docs/configuration.md`; do not edit this page.
 
 `rollpacker train CONFIG.yaml [section.key=value ...]` reads a YAML file with one mapping for each section below; what
-the command line overrides comes last. An unknown key is an error that names the nearest known one. With `--dry-run` the
-command checks everything, prints the resolved config and stops. A run writes it to `config.yaml` in its run directory.
+the command line overrides comes last. A word that ends in `.yaml` is a file to lay on top (`configs/recipes/`); `base:
+FILE` at the top of a file names the one it builds on. An unknown key is an error that names the nearest known one.
+With `--dry-run` the command checks everything, prints the resolved config and stops. A run writes it to `config.yaml`
+in its run directory.
 """
 
 _TYPES = {bool: "true, false", int: "whole number", float: "number", str: "text", list[str]: "list of text"}
@@ -33,8 +35,7 @@ NARROWER: dict[str, tuple[str, Any]] = {
     "data.train_files": ("list of text, not empty", []),
     "rollout.n": ("whole number, at least 2", 1),
     "rollout.temperature": ("number above 0", 0.0),
-    "rollout.top_p": ("`1`", 0.9),
-    "rollout.top_k": ("whole number, at most 0", 1),
+    "rollout.top_p": ("number above 0, at most 1", 0.0),
     "training.sequence_parallel": ("`false`", True),
     "trainer.logger": ("list of `console`, `tensorboard`", ["paper"]),
 }
@@ -44,6 +45,12 @@ ACROSS_KEYS: tuple[tuple[str, str, Any], ...] = (
         "training.max_tokens_per_gpu",
         1024 + 8192 - 1,
     ),
+    (
+        "`rollout.top_p` < 1 or `rollout.top_k` > 0 needs `algorithm.mismatch_correction` `tis` or `mis`.",
+        "rollout.top_k",
+        5,
+    ),
+    ("`algorithm.ppo_mini_batch_size` is at most `data.train_batch_size`.", "algorithm.ppo_mini_batch_size", 129),
     ("`training.min_lr` is at most `training.lr`.", "training.min_lr", 1.0),
 )
 
@@ -53,6 +60,7 @@ _WITH_JOB_AND_MODEL = (
     "`training.tensor_model_parallel_size` divides the model's attention heads, its KV heads and its MLP width.",
     "`training.pipeline_model_parallel_size` divides its layers.",
     "`rollout.tensor_model_parallel_size` divides its attention heads; of it and the KV heads, one divides the other.",
+    "`model.reference_path`, if any, is a model of the same shape.",
     "`data.max_prompt_length` + `data.max_response_length` is at most its number of positions.",
     "`training.lr_warmup_steps`, if any, are fewer than the steps of the run.",
 )

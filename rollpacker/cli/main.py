@@ -8,6 +8,7 @@ import sys
 from rollpacker import __version__
 from rollpacker.cli import train
 from rollpacker.config import ConfigError
+from rollpacker.config_file import is_overlay
 
 _COMMANDS = {"train": train}
 
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, module in _COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.HELP))
     arguments, rest = parser.parse_known_args(argv)
-    if unknown := [word for word in rest if word.startswith("-") or "=" not in word]:
+    if unknown := [word for word in rest if word.startswith("-") or ("=" not in word and not is_overlay(word))]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.overrides = [*arguments.overrides, *rest]  # key=value may stand after an option, too
     try:

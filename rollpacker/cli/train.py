@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/demo_cpu.yaml")
     parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", help="override a key, for example rollout.n=4"
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        help="override a key (rollout.n=4), or lay another file on top (configs/recipes/dapo.yaml)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="check config, model, data and shapes, say what would run, and stop"

@@ -23,6 +23,7 @@ from rollpacker.runtime.report import StepReport, StepReporter
 from rollpacker.runtime.rollout import Placement, Rollout
 from rollpacker.training.objective import LossSums
 from rollpacker.training.policy_update import PolicyUpdate
+from rollpacker.weights.noise import with_noise
 from rollpacker.weights.refit import MegatronWeights
 
 
@@ -119,7 +120,10 @@ class ClusterBackend:
             return
         self._parts.platform.release_cached_memory()
         engine.wake("weights")
-        engine.load_weights(self._parts.weights.export_hf(), weight_version)
+        named_tensors = self._parts.weights.export_hf()
+        if self._config.rollout.weight_noise:
+            named_tensors = with_noise(named_tensors, self._config.rollout.weight_noise, seed=weight_version)
+        engine.load_weights(named_tensors, weight_version)
         engine.wake("kv_cache")
 
 

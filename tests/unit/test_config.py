@@ -25,6 +25,30 @@ def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
     assert load(tmp_path, to_yaml(config)) == config
 
 
+def test_a_file_may_build_on_another_and_be_laid_on_a_third(tmp_path: Path) -> None:
+    """`base` is relative to the file that names it, and ignored where the file is laid on top of another."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "demo.yaml").write_text(GOOD + "rollout: {n: 4, top_k: -1}\n", encoding="utf-8")
+    recipe = tmp_path / "recipes" / "r.yaml"
+    recipe.write_text("base: ../demo.yaml\nrollout: {n: 6}\nalgorithm: {adv_estimator: rloo}\n", encoding="utf-8")
+    alone = load_config(str(recipe), ["data.max_response_length=50"])
+    assert (alone.model.path, alone.rollout.n, alone.algorithm.adv_estimator) == ("m", 6, "rloo")
+    assert alone.data.max_response_length == 50
+    other = tmp_path / "other.yaml"
+    other.write_text(GOOD.replace("{path: m}", "{path: other}") + "rollout: {n: 3}\n", encoding="utf-8")
+    on_top = load_config(str(other), ["rollout.n=5", str(recipe), "data.seed=7"])
+    assert (on_top.model.path, on_top.rollout.n, on_top.data.seed) == ("other", 6, 7)
+
+
+def test_a_base_that_is_wrong_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the config .*missing.yaml"):
+        load(tmp_path, "base: missing.yaml\n")
+    with pytest.raises(ConfigError, match="leads back to itself"):
+        load(tmp_path, "base: c.yaml\n")
+    with pytest.raises(ConfigError, match=r"base=\['c.yaml'\]: expected the path of one config file"):
+        load(tmp_path, "base: [c.yaml]\n")
+
+
 def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD + "tail_batching: {mode: off}\n").tail_batching.mode == "off"
 
@@ -52,6 +76,9 @@ def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
         ("rollout=3", "write section.key=value"),
         ("rollout.n", "write section.key=value"),
         ("data.train_files=[1]", "expected a list of strings"),
+        ("algorithm.ppo_mini_batch_size=129", "above data.train_batch_size=128"),
+        ("algorithm.overlong=soft_penalty", "overlong_buffer_len=4096 is above data.max_response_length=100"),
+        ("algorithm.mismatch_cap=0.5", "must be at least 1"),
         ("training.min_lr=1", "above training.lr"),
     ],
 )

@@ -1,0 +1,129 @@
+"""What the algorithms learn on the demo: reward at the end and steps to 0.7, over several seeds, as a table.
+
+    python benchmarks/learning.py recipes     each of configs/recipes/
+    python benchmarks/learning.py mismatch    an engine with noise on its weights: none, tis and mis against a clean engine
+
+Runs `rollpacker train` (`--ranks` each, `--jobs` at a time) and reads metrics.jsonl. The reward of a run's end is the mean of its
+last ten steps; steps to 0.7 is the first step whose mean of ten reaches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "dapo", "gspo")
+WINDOW, TARGET = 10, 0.7
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table: what is started."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+def variants_of(suite: str) -> list[Variant]:
+    """The rows of a suite."""
+    if suite == "recipes":
+        return [Variant(name, (f"configs/recipes/{name}.yaml",)) for name in RECIPES]
+    demo = "configs/demo_cpu.yaml"
+    noisy = (demo, "rollout.weight_noise=0.1")
+    rows = [Variant("clean engine", (demo,)), Variant("noise, none", noisy)]
+    for correction in ("tis", "mis"):
+        for level in ("token", "sequence"):
+            options = (f"algorithm.mismatch_correction={correction}", f"algorithm.mismatch_level={level}")
+            rows.append(Variant(f"noise, {correction} ({level})", (*noisy, *options)))
+    return rows
+
+
+def run(variant: Variant, seed: int, out: Path, ranks: int, overrides: list[str]) -> list[dict[str, float]]:
+    """Train once (unless the metrics are there already); the rows of metrics.jsonl."""
+    folder = out / f"{variant.name.replace(' ', '_').replace(',', '')}_{seed}"
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists():
+        command = [
+            "mpirun",
+            "--oversubscribe",
+            "--bind-to",
+            "none",
+            "-n",
+            str(ranks),
+            sys.executable,
+            "-m",
+            "rollpacker",
+        ]
+        command += ["train", *variant.arguments, *overrides, f"trainer.seed={seed}", "trainer.save_freq=0"]
+        command += [f"trainer.default_local_dir={folder}", "trainer.logger=[]"]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if result.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}")
+    return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+
+
+def steps_to_target(rewards: list[float]) -> int | None:
+    """The first step whose mean of the last ten rewards reaches the target."""
+    for end in range(WINDOW, len(rewards) + 1):
+        if fmean(rewards[end - WINDOW : end]) >= TARGET:
+            return end
+    return None
+
+
+def report(name: str, runs: list[list[dict[str, float]]]) -> str:
+    """One row: start, end (mean and spread over seeds), steps to the target, and what the mismatch metrics say."""
+    rewards = [[row["critic/score/mean"] for row in rows] for rows in runs]
+    ends = [fmean(r[-WINDOW:]) for r in rewards]
+    steps = [steps_to_target(r) for r in rewards]
+    kl = fmean(row["mismatch/k3_kl"] for rows in runs for row in rows)
+    size = fmean(row["mismatch/effective_sample_size"] for rows in runs for row in rows)
+    cells = (
+        name,
+        f"{fmean(fmean(r[:WINDOW]) for r in rewards):.2f}",
+        f"{fmean(ends):.3f} ± {pstdev(ends):.3f}",
+        f"{min(ends):.2f}",
+        ", ".join("-" if s is None else str(s) for s in steps),
+        f"{max(row['actor/grad_norm'] for rows in runs for row in rows):.2f}",
+        f"{kl:.1e}",
+        f"{size:.3f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Run a suite and print its table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=("recipes", "mismatch"))
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", nargs="*", help="names of rows")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "learning")
+    arguments = parser.parse_args()
+    rows = [v for v in variants_of(arguments.suite) if not arguments.only or v.name in arguments.only]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        futures = {
+            v.name: [
+                pool.submit(run, v, seed, arguments.out / arguments.suite, arguments.ranks, arguments.overrides)
+                for seed in range(arguments.seeds)
+            ]
+            for v in rows
+        }
+        print(
+            "| run | reward, first 10 steps | last 10 steps | worst seed | steps to 0.7 | largest grad norm | KL | ESS |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
+        for name, runs in futures.items():
+            print(report(name, [f.result() for f in runs]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
