@@ -3,7 +3,7 @@
     python benchmarks/learning.py recipes     each of configs/recipes/
     python benchmarks/learning.py mismatch    an engine with noise on its weights: none, tis and mis against a clean engine
 
-Runs `rollpacker train` (`--ranks` each, `--jobs` at a time) and reads metrics.jsonl. The reward of a run's end is the mean of its
+Runs `rollpacker train` (`--ranks` each, `--jobs` at a time) and reads metrics.jsonl. The end of a run is the mean of its
 last ten steps; steps to 0.7 is the first step whose mean of ten reaches it.
 """
 
@@ -36,7 +36,7 @@ def variants_of(suite: str) -> list[Variant]:
     if suite == "recipes":
         return [Variant(name, (f"configs/recipes/{name}.yaml",)) for name in RECIPES]
     demo = "configs/demo_cpu.yaml"
-    noisy = (demo, "rollout.weight_noise=0.1")
+    noisy = (demo, "rollout.weight_noise=0.3")
     rows = [Variant("clean engine", (demo,)), Variant("noise, none", noisy)]
     for correction in ("tis", "mis"):
         for level in ("token", "sequence"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpacker.training.advantages import GROUP_STD_EPSILON, group_advantages
+from rollpacker.training.advantages import GROUP_STD_EPSILON, group_advantages, overlong_penalty, returns_to_go
 
 ESTIMATORS = [("grpo", True), ("grpo", False), ("dr_grpo", True), ("dr_grpo", False)]
 scores = st.floats(-10, 10, allow_subnormal=False)
@@ -71,7 +72,26 @@ def test_a_group_of_two(low: float, distance: float) -> None:
     assert group_advantages(rewards, adv_estimator="dr_grpo", divide_by_std=True) == pytest.approx([-half, half])
 
 
+@given(groups)
+def test_rloo_compares_with_the_mean_of_the_others(rewards: list[float]) -> None:
+    expected = [r - statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
+    assert group_advantages(rewards, adv_estimator="rloo", divide_by_std=True) == pytest.approx(expected, abs=1e-12)
+    assert group_advantages(rewards[:1], adv_estimator="rloo", divide_by_std=True) == rewards[:1]
+
+
+@given(st.integers(0, 40), st.integers(1, 20))
+def test_the_overlong_penalty_falls_from_zero_to_minus_the_factor(num_tokens: int, buffer_len: int) -> None:
+    penalty = overlong_penalty(num_tokens, max_response_length=20, buffer_len=buffer_len, factor=0.5)
+    inside = max(min(num_tokens, 20) - (20 - buffer_len), 0)
+    assert penalty == pytest.approx(-0.5 * inside / buffer_len)
+
+
+def test_returns_to_go() -> None:
+    assert returns_to_go(1.0, np.array([0.1, 0.2, 0.3])) == pytest.approx([0.4, 0.5, 0.7])
+    assert len(returns_to_go(1.0, np.zeros(0))) == 0
+
+
 @pytest.mark.parametrize("divide_by_std", [True, False])
 def test_an_unknown_estimator_is_refused(divide_by_std: bool) -> None:
-    with pytest.raises(ValueError, match="unknown advantage estimator 'gae'"):
+    with pytest.raises(ValueError, match="unknown group estimator 'gae'"):
         group_advantages([0.0, 1.0], adv_estimator="gae", divide_by_std=divide_by_std)
