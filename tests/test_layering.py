@@ -29,6 +29,8 @@ PURE = (
     "model_shape.py",
     "loop.py",
     "policy/*.py",
+    "data/domains.py",
+    "data/files.py",
     "data/packing.py",
     "data/prompts.py",
     "data/tasks.py",
@@ -36,8 +38,9 @@ PURE = (
     "profiling/trace.py",
     "weights/layout.py",
 )
-PURE_THIRD_PARTY = {"config_file.py": {"yaml"}}
-HEAVY = ("torch", "vllm", "megatron", "mpi4py", "numpy", "transformers")
+# pyarrow only when a parquet file is named: it is in HEAVY, so importing data/files.py must not load it.
+PURE_THIRD_PARTY = {"config_file.py": {"yaml"}, "data/files.py": {"pyarrow"}}
+HEAVY = ("torch", "vllm", "megatron", "mpi4py", "numpy", "transformers", "pyarrow")
 
 FACTS = {"types", "messages", "config", "config_checks", "config_file", "model_shape"}
 BASE = {"comm", "platform", "profiling", "data"}
@@ -58,7 +61,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": FACTS | BASE | MECHANISMS | {"loop", "runtime", "simulator"},
     "__main__": {"cli"},
 }
-OWNERS = {"vllm": ("rollout/",), "megatron": ("training/", "weights/refit.py"), "mpi4py": ("comm/",)}
+OWNERS = {
+    "vllm": ("rollout/",),
+    "megatron": ("training/", "weights/refit.py"),
+    "mpi4py": ("comm/",),
+    "pyarrow": ("data/files.py",),
+}
 OWNER_EXCEPTIONS = {
     (
         "platform/cpu.py",
