@@ -22,6 +22,8 @@ class _StrictLoader(yaml.SafeLoader):
 def _mapping_without_duplicates(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            continue  # no name; construct_mapping refuses it where it cannot be a key
         name = loader.construct_object(key_node)
         if name in seen:
             raise ConfigError(f"key {name!r} stands twice, in lines {seen[name]} and {key_node.start_mark.line + 1}.")
@@ -133,6 +135,8 @@ def _mapping(dotted: str, value: Any, item_hint: type) -> dict[str, Any]:
     for name in value:
         if not isinstance(name, str | int) or isinstance(name, bool):
             raise ConfigError(f"{dotted}={value!r}: {name!r} is no name; put it in quotes.")
+        if isinstance(name, int) and str(name) in value:
+            raise ConfigError(f"{dotted}={value!r}: the name {name} stands twice.")
     return {str(name): _scalar(f"{dotted}.{name}", item, item_hint) for name, item in value.items()}
 
 

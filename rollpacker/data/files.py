@@ -42,7 +42,8 @@ def read_rows(path: Path, *, key: str, columns: Collection[str]) -> Iterator[Sou
     try:
         with path.open("rb") as stream:
             is_parquet = path.suffix.lower() == ".parquet"
-            for row in _parquet_rows(stream, path, columns) if is_parquet else _json_rows(stream, path):
+            rows = _parquet_rows(stream, path, key, columns) if is_parquet else _json_rows(stream, path, key)
+            for row in rows:
                 num_rows += 1
                 yield row
     except FileNotFoundError as error:
@@ -72,13 +73,13 @@ def parse_json(text: str, where: str, *, expected: str) -> Any:
         raise ConfigError(f"{where}: JSON that Python cannot hold: {error}. Simplify or delete the row.") from error
 
 
-def _json_rows(stream: IO[bytes], path: Path) -> Iterator[SourceRow]:
+def _json_rows(stream: IO[bytes], path: Path, key: str) -> Iterator[SourceRow]:
     """Yield the JSON object of each line that is not blank."""
     # Binary lines end at \n alone; text lines would also end at the line separators a JSON string may hold.
     for number, line in enumerate(stream, start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if number == 1 and content.startswith(_PARQUET_MAGIC):
-            raise ConfigError(f"{path} is a parquet file: give it a name that ends in .parquet.")
+            raise ConfigError(f"{key}: {path} is a parquet file: give it a name that ends in .parquet.")
         if content.strip():
             where = f"{path}:{number}"
             yield SourceRow(number, where, _parse_line(content, where))
@@ -101,14 +102,14 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _parquet_rows(stream: IO[bytes], path: Path, columns: Collection[str]) -> Iterator[SourceRow]:
+def _parquet_rows(stream: IO[bytes], path: Path, key: str, columns: Collection[str]) -> Iterator[SourceRow]:
     """Yield the rows of a parquet file, batch by batch."""
     try:
         import pyarrow  # type: ignore[import-untyped]
         from pyarrow import parquet
     except ImportError as error:
         raise ConfigError(
-            f"{path}: reading parquet needs the package pyarrow, which does not import here ({error}): install it, or "
+            f"{key}: {path} needs the package pyarrow, which does not import here ({error}): install it, or "
             "convert the file to .jsonl."
         ) from error
     number = 0
@@ -121,9 +122,9 @@ def _parquet_rows(stream: IO[bytes], path: Path, columns: Collection[str]) -> It
             for values in _batch_rows(batch, path, number):
                 number += 1
                 yield SourceRow(number, _parquet_place(path, number), {**unread, **values})
-    except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises either for one and the same damage
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # damage may show as any of them
         raise ConfigError(
-            f"{path}: not a parquet file, or damaged: {' '.join(str(error).split())} (after {number} good rows). "
+            f"{key}: {path} is not a parquet file, or damaged: {' '.join(str(error).split())} (after {number} good rows). "
             "Is the download or copy complete? A text file must not be named .parquet."
         ) from error
 

@@ -76,7 +76,7 @@ def load_examples(
                 examples.append(example)
     if not examples:
         raise ConfigError(
-            f"{', '.join(map(str, paths))}: all {len(seen)} prompts are longer than data.max_prompt_length="
+            f"{key}: all {len(seen)} prompts of {', '.join(map(str, paths))} are longer than data.max_prompt_length="
             f"{max_prompt_length} tokens; the shortest has {shortest}. Raise data.max_prompt_length."
         )
     num_fitting = len(examples)
