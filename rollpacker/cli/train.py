@@ -76,6 +76,7 @@ def _prepare_process() -> None:
     """One OpenMP thread per rank, and silence from libraries that talk to users about themselves; before torch loads."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns of long prompts, which are left out
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import logging
