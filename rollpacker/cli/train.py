@@ -138,7 +138,7 @@ def _describe_domains(dataset: PromptDataset, weights: dict[str, float]) -> list
         lines.append(f"domains   {', '.join(shown[:_MAX_DOMAINS] + rest)}")
         if weights:
             name, num_prompts = first_exhausted(counts, weights)
-            lines.append(f"          {name} is used up after about {num_prompts} prompts of an epoch")
+            lines.append(f"          {name} is used up after {num_prompts} prompts of an epoch")
     if dataset.num_unweighted:
         lines.append(f"          {dataset.num_unweighted} prompts of weight 0 in data.domains left out")
     return lines

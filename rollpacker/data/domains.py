@@ -42,12 +42,20 @@ def interleave(order: Sequence[int], domains: Sequence[str], weights: Mapping[st
     times: list[tuple[float, int]] = []
     for place, index in enumerate(order):
         domain = domains[index]
-        times.append(((ranks[domain] + 0.5) / weights[domain], place))
+        times.append((_time(ranks[domain], weights[domain]), place))
         ranks[domain] += 1
     return [order[place] for _, place in sorted(times)]
 
 
 def first_exhausted(counts: Mapping[str, int], weights: Mapping[str, float]) -> tuple[str, int]:
-    """Name the domain whose prompts are used up first in an epoch, and about how many prompts of all come until then."""
-    domain = min(counts, key=lambda name: counts[name] / weights[name])
-    return domain, round(counts[domain] * sum(weights[name] for name in counts) / weights[domain])
+    """Name the domain that is used up first in an epoch, and how many prompts of all domains have come by then.
+
+    Those of other domains that come at the very same time as its last one are counted, too.
+    """
+    ends = {domain: _time(count - 1, weights[domain]) for domain, count in counts.items()}
+    first = min(ends, key=lambda domain: ends[domain])
+    return first, sum(_time(rank, weights[d]) <= ends[first] for d, count in counts.items() for rank in range(count))
+
+
+def _time(rank: int, weight: float) -> float:
+    return (rank + 0.5) / weight

@@ -5,8 +5,8 @@ Two steps, so that a new row format is one more entry of `_FORMATS` and nothing 
 2. `encode_row` renders and tokenizes a `Row`.
 Every mistake is a ConfigError that opens with `where`, the file and the row.
 
-Formats: our own; verl's (docs/preparation/prepare_data of github.com/volcengine/verl); ROLL's (`messages` and
-`update_dataset_domain` in roll/pipeline/rlvr/rlvr_pipeline.py of github.com/alibaba/ROLL).
+docs/data.md shows each format. Sources: verl's docs/preparation/prepare_data.rst; for ROLL `update_dataset_domain` and
+`get_encode_function` in its roll/pipeline/rlvr/rlvr_pipeline.py.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_the_opening_lines_tell_shares_and_how_long_they_last():
     lines = _describe_domains(dataset_of({"math": 70, "code": 10}, 4), {"math": 2.0, "code": 0.5, "chat": 0.0})
     assert lines == [
         "domains   math 70 (80%), code 10 (20%)",
-        "          code is used up after about 50 prompts of an epoch",
+        "          code is used up after 48 prompts of an epoch",
         "          4 prompts of weight 0 in data.domains left out",
     ]
 
@@ -197,5 +197,6 @@ def test_the_first_domain_to_be_used_up_is_foretold(mixture):
     while all(left.values()):
         left[drawn[n].domain] -= 1
         n += 1
+    num_tied = len(mixture) - 1  # prompts that may come at the same time, before or after
     assert left[name] <= 1
-    assert abs(n - num_prompts) <= 1 + len(mixture) / 2 + weights[name] ** -1 * sum(weights.values())
+    assert n <= num_prompts <= n + num_tied
