@@ -17,8 +17,8 @@ class ConfigError(ValueError):
 def key(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
     """Declare a config key: its default, one sentence of help with the unit, and the values it admits."""
     metadata = {"help": help, "choices": choices}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -34,7 +34,9 @@ class ModelConfig:
 class DataConfig:
     """Prompts: where they are, how many a step takes, how long they and their responses may be."""
 
-    train_files: list[str] = key([], "Prompt files (.jsonl); relative paths start at the working directory.")
+    train_files: list[str] = key([], "Prompt files (.jsonl, .parquet); relative paths start at the working directory.")
+    val_files: list[str] = key([], "Prompt files for validation, of the same formats; their domains are not weighted.")
+    domains: dict[str, float] = key({}, "Weights by which prompts are drawn, domain: weight; {} = as they come.")
     train_batch_size: int = key(128, "Prompts per optimizer step (P0 of the paper).")
     max_prompt_length: int = key(1024, "Longest prompt, in tokens; longer ones are left out and counted.")
     max_response_length: int = key(8192, "Length cap of a response, in tokens.")

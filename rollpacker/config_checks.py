@@ -57,13 +57,22 @@ def validate(config: Config) -> None:
     if not config.model.path:
         raise ConfigError("model.path is not set: name the Hugging Face folder of the model to train.")
     if not config.data.train_files:
-        raise ConfigError("data.train_files is empty: name at least one .jsonl file of prompts.")
+        raise ConfigError("data.train_files is empty: name at least one .jsonl or .parquet file of prompts.")
+    _validate_domains(config.data.domains)
     for logger in config.trainer.logger:
         if logger not in _LOGGERS:
             raise ConfigError(f"trainer.logger holds {logger!r}: known loggers are {', '.join(_LOGGERS)}.")
     _validate_sampling(config)
     _validate_batching(config)
     _validate_algorithm(config)
+
+
+def _validate_domains(weights: dict[str, float]) -> None:
+    for domain, weight in weights.items():
+        if weight < 0:
+            raise ConfigError(f"data.domains gives {domain!r} the weight {weight:g}: must be at least 0.")
+    if weights and not any(weights.values()):
+        raise ConfigError("data.domains gives every domain the weight 0: no prompt is left. Give one a weight above 0.")
 
 
 def _validate_sampling(config: Config) -> None:

@@ -24,6 +24,8 @@ class _StrictLoader(yaml.SafeLoader):
 def _mapping_without_duplicates(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            continue  # no name; construct_mapping refuses it where it cannot be a key
         name = loader.construct_object(key_node)
         if name in seen:
             raise ConfigError(f"key {name!r} stands twice, in lines {seen[name]} and {key_node.start_mark.line + 1}.")
@@ -158,6 +160,8 @@ def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None)
         if not isinstance(items, list) or not all(isinstance(i, str) for i in items):
             raise ConfigError(f"{dotted}={value!r}: expected a list of strings.")
         return items
+    if typing.get_origin(hint) is dict:
+        return _mapping(dotted, value, typing.get_args(hint)[1])
     if value is False and choices is not None and "off" in choices:
         value = "off"  # YAML 1.1 reads a bare `off` as a boolean
     result = _scalar(dotted, value, hint)
@@ -165,6 +169,18 @@ def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None)
         names = ", ".join("null" if c is None else str(c) for c in choices)
         raise ConfigError(f"{dotted}={value}: expected one of {names}.")
     return result
+
+
+def _mapping(dotted: str, value: Any, item_hint: type) -> dict[str, Any]:
+    """Text keys to scalars; a whole number may stand as a key, but what YAML 1.1 reads as true or false may not."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{dotted}={value!r}: expected a mapping, {{name: value}}.")
+    for name in value:
+        if not isinstance(name, str | int) or isinstance(name, bool):
+            raise ConfigError(f"{dotted}={value!r}: {name!r} is no name; put it in quotes.")
+        if isinstance(name, int) and str(name) in value:
+            raise ConfigError(f"{dotted}={value!r}: the name {name} stands twice.")
+    return {str(name): _scalar(f"{dotted}.{name}", item, item_hint) for name, item in value.items()}
 
 
 def _scalar(dotted: str, value: Any, hint: type) -> Any:

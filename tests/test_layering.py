@@ -30,6 +30,8 @@ PURE = (
     "user_function.py",
     "loop.py",
     "policy/*.py",
+    "data/domains.py",
+    "data/files.py",
     "data/packing.py",
     "data/prompts.py",
     "data/tasks.py",
@@ -37,8 +39,9 @@ PURE = (
     "profiling/trace.py",
     "weights/layout.py",
 )
-PURE_THIRD_PARTY = {"config_file.py": {"yaml"}}
-HEAVY = ("torch", "vllm", "megatron", "mpi4py", "numpy", "transformers")
+# pyarrow only when a parquet file is named: it is in HEAVY, so importing data/files.py must not load it.
+PURE_THIRD_PARTY = {"config_file.py": {"yaml"}, "data/files.py": {"pyarrow"}}
+HEAVY = ("torch", "vllm", "megatron", "mpi4py", "numpy", "transformers", "pyarrow")
 
 FACTS = {"types", "messages", "config", "config_checks", "config_file", "model_shape", "user_function"}
 BASE = {"comm", "platform", "profiling", "data"}
@@ -60,7 +63,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": FACTS | BASE | MECHANISMS | {"loop", "runtime", "simulator"},
     "__main__": {"cli"},
 }
-OWNERS = {"vllm": ("rollout/",), "megatron": ("training/", "weights/refit.py"), "mpi4py": ("comm/",)}
+OWNERS = {
+    "vllm": ("rollout/",),
+    "megatron": ("training/", "weights/refit.py"),
+    "mpi4py": ("comm/",),
+    "pyarrow": ("data/files.py",),
+}
 OWNER_EXCEPTIONS = {
     (
         "platform/cpu.py",

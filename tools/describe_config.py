@@ -27,12 +27,20 @@ With `--dry-run` the command checks everything, prints the resolved config and s
 in its run directory.
 """
 
-_TYPES = {bool: "true, false", int: "whole number", float: "number", str: "text", list[str]: "list of text"}
+_TYPES = {
+    bool: "true, false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    list[str]: "list of text",
+    dict[str, float]: "mapping of text to numbers",
+}
 
 # The values a key really takes where its type and bound say too much, and one that is refused.
 NARROWER: dict[str, tuple[str, Any]] = {
     "model.path": ("text", ""),
     "data.train_files": ("list of text, not empty", []),
+    "data.domains": ("mapping of text to numbers, at least 0 and not all 0", {"math": 0.0}),
     "rollout.n": ("whole number, at least 2", 1),
     "rollout.temperature": ("number above 0", 0.0),
     "rollout.top_p": ("number above 0, at most 1", 0.0),
@@ -83,14 +91,21 @@ def _section(name: str, section: type) -> Iterator[str]:
     yield "| key | default | meaning | allowed values |"
     yield "|---|---|---|---|"
     for key in dataclasses.fields(section):
-        cells = (f"`{name}.{key.name}`", _default(key), key.metadata["help"], _allowed(name, key, hints[key.name]))
+        cells = (
+            f"`{name}.{key.name}`",
+            _default(name, key),
+            key.metadata["help"],
+            _allowed(name, key, hints[key.name]),
+        )
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
     yield ""
 
 
-def _default(key: dataclasses.Field[Any]) -> str:
+def _default(section: str, key: dataclasses.Field[Any]) -> str:
+    """The default; a key whose default is refused must be set."""
     value = key.default if key.default_factory is dataclasses.MISSING else key.default_factory()
-    return "(must be set)" if value in ("", []) else f"`{_yaml(value)}`"
+    is_refused = NARROWER.get(f"{section}.{key.name}", ("", None))[1] == value and value is not None
+    return "(must be set)" if is_refused else f"`{_yaml(value)}`"
 
 
 def _yaml(value: Any) -> str:

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING
 
 from rollpacker.config import Config, ConfigError
 from rollpacker.config_file import load_config, to_yaml
+from rollpacker.data.domains import first_exhausted
 from rollpacker.model_shape import check_shapes
 
 if TYPE_CHECKING:
     from rollpacker.comm.world import World
+    from rollpacker.data.prompts import PromptDataset
     from rollpacker.runtime.worker import Checked, Worker
+
+_MAX_DOMAINS = 10  # named in the opening lines
 
 HELP = "Train a model by GRPO, one MPI rank per GPU (mpirun -n N rollpacker train CONFIG, srun, or alone)."
 
@@ -75,6 +79,7 @@ def _prepare_process() -> None:
     """One OpenMP thread per rank, and silence from libraries that talk to users about themselves; before torch loads."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns of long prompts, which are left out
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import logging
@@ -125,16 +130,34 @@ def _summary(worker: Worker, num_steps: int, seconds: float, exported: Path | No
     return rows
 
 
+def _describe_domains(dataset: PromptDataset, weights: dict[str, float]) -> list[str]:
+    """The prompts of each domain, where there is more than one; with weights their shares, and how long these last."""
+    counts = dataset.num_by_domain
+    lines = []
+    if len(counts) > 1:
+        total = sum(weights[name] for name in counts) if weights else 0
+        shown = [f"{n} {c} ({weights[n] / total:.0%})" if weights else f"{n} {c}" for n, c in counts.items()]
+        rest = [f"{len(shown) - _MAX_DOMAINS} more"] if len(shown) > _MAX_DOMAINS else []
+        lines.append(f"domains   {', '.join(shown[:_MAX_DOMAINS] + rest)}")
+        if weights:
+            name, num_prompts = first_exhausted(counts, weights)
+            lines.append(f"          {name} is used up after {num_prompts} prompts of an epoch")
+    if dataset.num_unweighted:
+        lines.append(f"          {dataset.num_unweighted} prompts of weight 0 in data.domains left out")
+    return lines
+
+
 def _describe(config: Config, checked: Checked, world: World, *, is_dry_run: bool) -> str:
     """What is about to run; a dry run shows the whole resolved config before it."""
     training, rollout, shape = config.training, config.rollout, checked.shape
     model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size
     trainer = config.trainer
+    dataset = checked.dataset
     facts = [
         f"run       {trainer.project_name}/{trainer.experiment_name}",
         f"model     {config.model.path}: {shape.architecture}, {shape.num_parameters() / 1e6:.1f} M parameters",
-        f"prompts   {len(checked.dataset.examples)} usable, {checked.dataset.num_overlong} over "
-        f"data.max_prompt_length left out",
+        f"prompts   {len(dataset.examples)} usable, {dataset.num_overlong} over data.max_prompt_length left out",
+        *_describe_domains(dataset, config.data.domains),
         f"ranks     {world.size} on {checked.platform.name}",
         f"training  TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size} x "
         f"DP {world.size // model_ranks}, {training.dtype}",

@@ -1,57 +1,73 @@
 """Prompt files -> examples, and the order in which their prompts are drawn.
 
-`load_examples` reads and tokenizes once, at start; each mistake of the data is a ConfigError with file and line.
+`load_examples` reads and tokenizes once, at start; each mistake of the data is a ConfigError with file and row.
 `PromptOrder` gives the fresh prompts of each step. It is pure: the same seed gives the same order on every machine and
 in every process, however the draws are split, so all ranks draw for themselves and agree.
 """
 
 from __future__ import annotations
 
-import codecs
 import hashlib
-import json
 import random
 import struct
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rollpacker.config import ConfigError
-from rollpacker.data.tasks import Example, Tokenizer, encode_row, parse_row
+from rollpacker.data.domains import check_domains, interleave
+from rollpacker.data.files import read_rows
+from rollpacker.data.tasks import COLUMNS, Example, Tokenizer, encode_row, parse_row
 from rollpacker.types import Prompt
 
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """The examples that fit, in file order, the same by prompt id, and how many were left out as too long."""
+    """The examples to draw from, in file order, and the same by prompt id.
+
+    `num_overlong` prompts were left out as too long, `num_unweighted` because their domain has weight 0.
+    """
 
     examples: list[Example]
     by_id: dict[str, Example]
     num_overlong: int
+    num_unweighted: int = 0
+
+    @cached_property
+    def num_by_domain(self) -> dict[str, int]:
+        """How many examples each domain has, the largest first."""
+        return dict(Counter(example.domain for example in self.examples).most_common())
 
 
-def load_examples(files: Sequence[str | Path], tokenizer: Tokenizer, *, max_prompt_length: int) -> PromptDataset:
-    """Read .jsonl files, one JSON object a line, and leave out prompts of more than `max_prompt_length` tokens.
+def load_examples(
+    files: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_length: int,
+    key: str = "data.train_files",
+    domains: Mapping[str, float] | None = None,
+) -> PromptDataset:
+    """Read .jsonl and .parquet files and leave out prompts of more than `max_prompt_length` tokens.
 
-    A row without an id is called `<file stem>:<line>`. Raises ConfigError for whatever is wrong with a file or a row,
-    for an id that stands twice, and where no prompt is short enough.
+    A row without an id is called `<file stem>:<row>`. `key` is the config key that lists the files. With `domains`
+    (data.domains) those of weight 0 are left out, too. Raises ConfigError for whatever is wrong with a file or a row,
+    for an id that stands twice, where no prompt is short enough, and where `domains` are not those of the prompts.
     """
     examples: list[Example] = []
     seen: dict[str, str] = {}
     shortest: int | None = None
     paths = [Path(file) for file in files]
-    for path, label in zip(paths, _labels(paths), strict=True):
-        for number, raw in _rows(path):
-            where = f"{path}:{number}"
-            row = parse_row(raw, where)
+    for path, label in zip(paths, _labels(paths, key), strict=True):
+        for number, where, columns in read_rows(path, key=key, columns=COLUMNS):
+            row = parse_row(columns, where)
             prompt_id = row.prompt_id or f"{label}:{number}"
             if prompt_id in seen:
                 raise ConfigError(
                     f"{where}: id={prompt_id!r} already names the row at {seen[prompt_id]}: expected an id that stands "
-                    "once in all files. Rename one, or leave 'id' out and rows are named by file and line."
+                    "once in all files. Rename one, or leave 'id' out and rows are named by file and row."
                 )
             seen[prompt_id] = where
             example = encode_row(row, tokenizer, prompt_id=prompt_id, where=where)
@@ -60,20 +76,27 @@ def load_examples(files: Sequence[str | Path], tokenizer: Tokenizer, *, max_prom
                 examples.append(example)
     if not examples:
         raise ConfigError(
-            f"{', '.join(map(str, paths))}: all {len(seen)} prompts are longer than data.max_prompt_length="
+            f"{key}: all {len(seen)} prompts of {', '.join(map(str, paths))} are longer than data.max_prompt_length="
             f"{max_prompt_length} tokens; the shortest has {shortest}. Raise data.max_prompt_length."
         )
-    return PromptDataset(examples, {e.prompt_id: e for e in examples}, num_overlong=len(seen) - len(examples))
+    num_fitting = len(examples)
+    if domains:
+        check_domains((example.domain for example in examples), domains, key=key)
+        examples = [example for example in examples if domains[example.domain] > 0]
+    return PromptDataset(
+        examples,
+        {example.prompt_id: example for example in examples},
+        num_overlong=len(seen) - num_fitting,
+        num_unweighted=num_fitting - len(examples),
+    )
 
 
-def _labels(paths: Sequence[Path]) -> list[str]:
+def _labels(paths: Sequence[Path], key: str) -> list[str]:
     """Name each file in default prompt ids: by its stem, or by as much of the path's end as tells all files apart."""
     resolved: dict[Path, Path] = {}
     for path in paths:
         if path.resolve() in resolved:
-            raise ConfigError(
-                f"data.train_files: {path} is the same file as {resolved[path.resolve()]}: list each file once."
-            )
+            raise ConfigError(f"{key}: {path} is the same file as {resolved[path.resolve()]}: list each file once.")
         resolved[path.resolve()] = path
     labels = [path.stem for path in paths]
     num_parts = 1
@@ -83,66 +106,17 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     return labels
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the line number and the JSON object of each line that is not blank."""
-    num_rows = 0
-    try:
-        with path.open("rb") as stream:
-            # Binary lines end at \n alone; text lines would also end at the line separators a JSON string may hold.
-            for number, line in enumerate(stream, start=1):
-                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if content.strip():
-                    num_rows += 1
-                    yield number, _parse_line(content, f"{path}:{number}")
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"data.train_files: {path}: no such file. Relative paths start at the working directory, {Path.cwd()}."
-        ) from error
-    except IsADirectoryError as error:
-        raise ConfigError(
-            f"data.train_files: {path} is a directory: expected a .jsonl file; list the files in it."
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"data.train_files: cannot read {path}: {error.strerror}.") from error
-    if num_rows == 0:
-        raise ConfigError(f"data.train_files: {path} is empty: expected one JSON object per line.")
-
-
-def _parse_line(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{where}: byte {error.start} of the line, 0x{line[error.start]:02x}, is not UTF-8: expected a .jsonl text "
-            "file. Convert it to UTF-8 (or to .jsonl, if it is a compressed or binary file)."
-        ) from error
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{where}: not valid JSON, {error.msg} at column {error.colno} of {_shortened(text)}: expected one JSON "
-            "object per line, on one line."
-        ) from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, or brackets as deep
-        raise ConfigError(f"{where}: JSON that Python cannot hold: {error}. Simplify or delete the row.") from error
-    if not isinstance(row, dict):
-        raise ConfigError(
-            f"{where}: found {_shortened(text)}: expected one JSON object per line, {{...}}. "
-            "A file that is one JSON list must be rewritten with one element per line."
-        )
-    return row
-
-
-def _shortened(text: str) -> str:
-    text = text.strip()
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
-
-
 class PromptOrder:
     """The resumable, seeded order of fresh prompts.
 
     Invariants: each epoch gives every prompt once; the order depends on (seed, epoch) alone and not on how draws were
     split; prompts that were put back come first, in the order in which they were put.
+
+    Domain weights do not change what an epoch is: every prompt once, none twice. They say how the domains alternate
+    in it (`interleave`): each domain's prompts keep the order they would have without weights, and every stretch of the
+    epoch is shared out by the weights. A domain that is used up drops out, the others share the rest of the epoch by
+    their own weights, and the next epoch starts with all of them again. So the weights are the mixture that is trained on
+    until the first domain is used up; a run that is to keep it throughout stops there (`trainer.total_training_steps`).
     """
 
     def __init__(
@@ -152,8 +126,12 @@ class PromptOrder:
         seed: int,
         shuffle: bool,
         total_epochs: int | None,
+        domains: Mapping[str, float] | None = None,
     ) -> None:
-        """Take the prompts as examples or as (prompt_id, token_ids, domain); `total_epochs=None` never ends."""
+        """Take the prompts as examples or as (prompt_id, token_ids, domain); `total_epochs=None` never ends.
+
+        `domains` are the weights (data.domains): above 0 for the domain of each prompt; None or empty = as they come.
+        """
         self._rows = [(p.prompt_id, p.token_ids, p.domain) if isinstance(p, Example) else p for p in prompts]
         self._index = {prompt_id: i for i, (prompt_id, _, _) in enumerate(self._rows)}
         if not self._rows:
@@ -162,6 +140,10 @@ class PromptOrder:
             raise ValueError("PromptOrder needs prompts with distinct ids.")
         if total_epochs is not None and total_epochs < 1:
             raise ValueError(f"total_epochs={total_epochs}: must be at least 1, or None for an endless order.")
+        self._domains = dict(domains or {})
+        for prompt_id, _, domain in self._rows if self._domains else ():
+            if self._domains.get(domain, 0) <= 0:
+                raise ValueError(f"prompt {prompt_id!r} is of the domain {domain!r}, which has no weight above 0.")
         self._seed = seed
         self._shuffle = shuffle
         self._total_epochs = total_epochs
@@ -204,6 +186,7 @@ class PromptOrder:
             "num_prompts": len(self._rows),
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "domains": self._domains,
             "epoch": self._epoch,
             "position": self._position,
             "front": [[prompt.prompt_id, prompt.epoch] for prompt in self._front],
@@ -218,9 +201,10 @@ class PromptOrder:
             raise ConfigError(
                 f"the prompts changed since the checkpoint: it was saved with {state['num_prompts']} prompts of "
                 f"fingerprint {state['fingerprint'][:12]}, now {len(self._rows)} of {self._fingerprint[:12]}. "
-                "Restore data.train_files, data.max_prompt_length and the tokenizer of model.path, or start anew."
+                "Restore data.train_files, data.max_prompt_length, the domains of weight 0 in data.domains and the "
+                "tokenizer of model.path, or start anew."
             )
-        for name, now in (("seed", self._seed), ("shuffle", self._shuffle)):
+        for name, now in (("seed", self._seed), ("shuffle", self._shuffle), ("domains", self._domains)):
             if state[name] != now:
                 raise ConfigError(
                     f"data.{name}={now}, but the checkpoint was saved with {state[name]}: another order would repeat "
@@ -240,12 +224,14 @@ class PromptOrder:
         return digest.hexdigest()
 
     def _order(self) -> list[int]:
-        """Give the current epoch's permutation of the prompts."""
+        """Give the current epoch's permutation of the prompts, with weights one in which the domains alternate."""
         if self._epoch_order is None or self._epoch_order[0] != self._epoch:
             order = list(range(len(self._rows)))
             if self._shuffle:
                 # A text seed goes through SHA-512, not through hash(), so every process draws the same.
                 random.Random(f"rollpacker prompts, seed {self._seed}, epoch {self._epoch}").shuffle(order)
+            if self._domains:
+                order = interleave(order, [domain for _, _, domain in self._rows], self._domains)
             self._epoch_order = (self._epoch, order)
         return self._epoch_order[1]
 

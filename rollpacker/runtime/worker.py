@@ -65,7 +65,12 @@ def check(config: Config, world: World, shape: ModelShape) -> Checked:
     load_policy_loss(config.algorithm)
     _check_reference(config, shape)
     tokenizer, stop_token_ids = _load_tokenizer(config.model.path)
-    dataset = load_examples(config.data.train_files, tokenizer, max_prompt_length=config.data.max_prompt_length)
+    dataset = load_examples(
+        config.data.train_files,
+        tokenizer,
+        max_prompt_length=config.data.max_prompt_length,
+        domains=config.data.domains,
+    )
     placement = place(world.rank, config.rollout.tensor_model_parallel_size)
     replay, rewards = None, None
     if config.rollout.replay is not None:
@@ -96,7 +101,9 @@ def _check_folders(config: Config) -> None:
     """An earlier run is moved aside, so nothing that this run reads may lie in it; and dumps of two runs never mix."""
     run_dir = Path(config.trainer.default_local_dir).absolute()
     inputs = [("model.path", config.model.path), ("rollout.replay", config.rollout.replay)]
-    for dotted, path in [*inputs, *(("data.train_files", f) for f in config.data.train_files)]:
+    inputs += [("data.train_files", file) for file in config.data.train_files]
+    inputs += [("data.val_files", file) for file in config.data.val_files]
+    for dotted, path in inputs:
         if path is not None and Path(path).absolute().is_relative_to(run_dir):
             raise ConfigError(
                 f"{dotted}={path} lies in trainer.default_local_dir={config.trainer.default_local_dir}, which is moved "
@@ -279,6 +286,7 @@ class Worker:
             seed=config.trainer.seed if config.data.seed is None else config.data.seed,
             shuffle=config.data.shuffle,
             total_epochs=None if config.trainer.total_training_steps else config.trainer.total_epochs,
+            domains=config.data.domains,
         )
 
     def _build_backend(self) -> ClusterBackend:

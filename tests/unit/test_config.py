@@ -49,6 +49,15 @@ def test_a_base_that_is_wrong_is_explained(tmp_path: Path) -> None:
         load(tmp_path, "base: [c.yaml]\n")
 
 
+def test_domains_are_a_mapping_in_a_file_and_in_an_override(tmp_path: Path) -> None:
+    text = GOOD.replace("data: {", "data: {domains: {math: 7, 3: 1e-1}, ")
+    assert load(tmp_path, text).data.domains == {"math": 7.0, "3": 0.1}
+    config = load(tmp_path, text, "data.domains={math: 0.7, code: 0.3}", "data.val_files=b.parquet")
+    assert (config.data.domains, config.data.val_files) == ({"math": 0.7, "code": 0.3}, ["b.parquet"])
+    assert load(tmp_path, to_yaml(config)) == config
+    assert load(tmp_path).data.domains == {}
+
+
 def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD + "tail_batching: {mode: off}\n").tail_batching.mode == "off"
 
@@ -79,6 +88,17 @@ def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
         ("algorithm.ppo_mini_batch_size=129", "above data.train_batch_size=128"),
         ("algorithm.overlong=soft_penalty", "overlong_buffer_len=4096 is above data.max_response_length=100"),
         ("algorithm.mismatch_cap=0.5", "must be at least 1"),
+        ("data.domains=math", "data.domains='math': expected a mapping"),
+        ("data.domains=null", "data.domains=None: expected a mapping"),
+        ("data.domains={math: much}", "data.domains.math='much': expected a number."),
+        ("data.domains={math: -1}", "gives 'math' the weight -1: must be at least 0"),
+        ("data.domains={math: 0, code: 0.0}", "gives every domain the weight 0"),
+        ("data.domains={off: 1}", "False is no name; put it in quotes"),
+        ("data.domains={math: 1, math: 2}", "key 'math' stands twice"),
+        ("data.domains={3: 1, '3': 2}", "the name 3 stands twice"),
+        ("data.domains={[math]: 1}", "the value is not valid YAML"),
+        ("data.domains.math=1", "write section.key=value"),
+        ("data.val_files={a: 1}", "expected a list of strings"),
         ("training.min_lr=1", "above training.lr"),
     ],
 )
