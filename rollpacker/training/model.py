@@ -11,6 +11,7 @@ from rollpacker.comm.groups import ParallelRanks
 from rollpacker.config import TrainingConfig
 from rollpacker.model_shape import ModelShape
 from rollpacker.platform.device import Platform
+from rollpacker.training.rope import llama3_inverse_frequencies
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -49,7 +50,7 @@ def build_model(shape: ModelShape, training: TrainingConfig, platform: Platform,
         config = _transformer_config(shape, training, is_cpu=platform.name == "cpu")
         model = GPTModel(
             config,
-            _layer_spec(),
+            _layer_spec(shape),
             vocab_size=shape.padded_vocab_size(ranks.tp_size),
             max_sequence_length=shape.max_position_embeddings,
             position_embedding_type="rope",
@@ -58,6 +59,10 @@ def build_model(shape: ModelShape, training: TrainingConfig, platform: Platform,
             pre_process=ranks.pp_rank == 0,
             post_process=ranks.is_last_stage,
         )
+        if shape.rope_scaling is not None:
+            model.rotary_pos_emb.inv_freq = llama3_inverse_frequencies(
+                shape.head_dim, shape.rope_theta, shape.rope_scaling
+            )
         model = model.to(device=platform.device, dtype=_DTYPES[training.dtype])
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -67,13 +72,13 @@ def build_model(shape: ModelShape, training: TrainingConfig, platform: Platform,
         return DistributedDataParallel(config, ddp, model)
 
 
-def _layer_spec() -> Any:
+def _layer_spec(shape: ModelShape) -> Any:
     """Megatron's own layer with our core attention; transformer-engine's layer names its norms differently (layout)."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from rollpacker.training.attention import SdpaAttention
 
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.has_qk_norm)
     spec.submodules.self_attention.submodules.core_attention = SdpaAttention
     return spec
 
@@ -102,6 +107,7 @@ def _transformer_config(shape: ModelShape, training: TrainingConfig, *, is_cpu: 
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.has_qkv_bias,
+        qk_layernorm=shape.has_qk_norm,  # also has Megatron sum their gradients over the TP group, which splits the heads
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=training.tensor_model_parallel_size,

@@ -76,7 +76,7 @@ def megatron_layout(shape: ModelShape, tensor_model_parallel_size: int) -> list[
 
 def _layer_layout(shape: ModelShape, tp: int, layer: int) -> list[ParameterLayout]:
     hf, mg = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    hidden = shape.hidden_size
+    hidden, head_dim = shape.hidden_size, shape.head_dim
     attention, mlp = f"{hf}.self_attn", f"{hf}.mlp"
     rows = [
         _replicated(f"{mg}.input_layernorm.weight", f"{hf}.input_layernorm.weight", hidden, tp, layer),
@@ -84,6 +84,13 @@ def _layer_layout(shape: ModelShape, tp: int, layer: int) -> list[ParameterLayou
     ]
     if shape.has_qkv_bias:
         rows.append(_grouped_qkv(f"{mg}.self_attention.linear_qkv.bias", attention, "bias", shape, tp, layer))
+    if shape.has_qk_norm:
+        rows += [
+            _replicated(
+                f"{mg}.self_attention.{x}_layernorm.weight", f"{attention}.{x}_norm.weight", head_dim, tp, layer
+            )
+            for x in ("q", "k")
+        ]
     projection = shape.num_attention_heads * shape.head_dim
     return [
         *rows,
