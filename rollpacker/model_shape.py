@@ -127,15 +127,21 @@ def read_model_shape(model_path: str) -> ModelShape:
             f"model.path={model_path}: there is no such folder. Give a local Hugging Face folder (config.json, "
             "*.safetensors, tokenizer files); for the demo, `make env` creates it."
         )
+    shape = read_model_config(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path={model_path}: no *.safetensors file there; other weight formats are not read.")
+    return shape
+
+
+def read_model_config(folder: Path) -> ModelShape:
+    """Read config.json alone; the weights may lie elsewhere, or be there only later."""
     config_json = folder / "config.json"
     if not config_json.is_file():
-        raise ConfigError(f"model.path={model_path}: not a Hugging Face model folder, it has no config.json.")
+        raise ConfigError(f"model.path={folder}: not a Hugging Face model folder, it has no config.json.")
     try:
         raw = json.loads(config_json.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{config_json} is not valid JSON: {error}.") from error
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path={model_path}: no *.safetensors file there; other weight formats are not read.")
     architecture = (raw.get("architectures") or ["unknown"])[0] if isinstance(raw, dict) else "unknown"
     if architecture not in FAMILIES:
         supported = ", ".join(f"{name} ({family.title})" for name, family in FAMILIES.items())

@@ -6,10 +6,10 @@ import argparse
 import sys
 
 from rollpacker import __version__
-from rollpacker.cli import train
+from rollpacker.cli import convert, train
 from rollpacker.config import ConfigError
 
-_COMMANDS = {"train": train}
+_COMMANDS = {"train": train, "convert": convert}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,9 +22,11 @@ def main(argv: list[str] | None = None) -> int:
     for name, module in _COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.HELP))
     arguments, rest = parser.parse_known_args(argv)
-    if unknown := [word for word in rest if word.startswith("-") or "=" not in word]:
+    has_overrides = "overrides" in arguments
+    if unknown := [word for word in rest if word.startswith("-") or "=" not in word or not has_overrides]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    arguments.overrides = [*arguments.overrides, *rest]  # key=value may stand after an option, too
+    if has_overrides:
+        arguments.overrides = [*arguments.overrides, *rest]  # key=value may stand after an option, too
     try:
         return int(_COMMANDS[arguments.command].run(arguments))
     except ConfigError as error:

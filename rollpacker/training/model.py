@@ -44,12 +44,24 @@ def init_parallel_groups(training: TrainingConfig, platform: Platform, seed: int
 def build_model(shape: ModelShape, training: TrainingConfig, platform: Platform, ranks: ParallelRanks) -> Any:
     """GPTModel of this stage, wrapped in Megatron's DDP with unscaled gradient sums (docs/design/001)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    module = build_module(shape, training, platform, ranks)
+    with platform.megatron_calls():
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=training.use_distributed_optimizer,
+        )
+        return DistributedDataParallel(module.config, ddp, module)
+
+
+def build_module(shape: ModelShape, training: TrainingConfig, platform: Platform, ranks: ParallelRanks) -> Any:
+    """The bare GPTModel of this stage, without gradient buffers."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     with platform.megatron_calls():
-        config = _transformer_config(shape, training, is_cpu=platform.name == "cpu")
-        model = GPTModel(
-            config,
+        module = GPTModel(
+            _transformer_config(shape, training, is_cpu=platform.name == "cpu"),
             _layer_spec(shape),
             vocab_size=shape.padded_vocab_size(ranks.tp_size),
             max_sequence_length=shape.max_position_embeddings,
@@ -60,16 +72,23 @@ def build_model(shape: ModelShape, training: TrainingConfig, platform: Platform,
             post_process=ranks.is_last_stage,
         )
         if shape.rope_scaling is not None:
-            model.rotary_pos_emb.inv_freq = llama3_inverse_frequencies(
+            module.rotary_pos_emb.inv_freq = llama3_inverse_frequencies(
                 shape.head_dim, shape.rope_theta, shape.rope_scaling
             )
-        model = model.to(device=platform.device, dtype=_DTYPES[training.dtype])
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=training.use_distributed_optimizer,
-        )
-        return DistributedDataParallel(config, ddp, model)
+        return module.to(device=platform.device, dtype=_DTYPES[training.dtype])
+
+
+def load_megatron_checkpoint(module: Any, folder: str, platform: Platform) -> None:
+    """Fill this rank's shards from a Megatron distributed checkpoint that was written at any TP x PP. Collective.
+
+    Raises Megatron's CheckpointingException if the checkpoint lacks a parameter of the model, or holds one more.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    with platform.megatron_calls():
+        loaded = dist_checkpointing.load(module.sharded_state_dict(), folder, strict=StrictHandling.RAISE_ALL)
+        module.load_state_dict(loaded)
 
 
 def _layer_spec(shape: ModelShape) -> Any:

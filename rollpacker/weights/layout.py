@@ -14,6 +14,11 @@ from dataclasses import dataclass
 
 from rollpacker.model_shape import ModelShape
 
+_CHECKPOINT_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -46,6 +51,16 @@ class ParameterLayout:
     def hf_names(self) -> tuple[str, ...]:
         """The Hugging Face tensors that make up this parameter, each once, in order."""
         return tuple(dict.fromkeys(s.hf_name for shard in self.shards for s in shard))
+
+    @property
+    def checkpoint_key(self) -> str:
+        """Its name in Megatron's distributed checkpoints, where a parameter's layers are stacked along a new first axis and
+        the two norms of a layer carry the names that transformer-engine's fused layers give them.
+        """
+        if self.layer is None:
+            return self.name
+        prefix, _, rest = self.name.partition(f".layers.{self.layer}.")
+        return f"{prefix}.layers.{_CHECKPOINT_NAMES.get(rest, rest)}"
 
     def padding_rows(self, rank: int) -> int:
         """Zero rows at the end of the shard of `rank`."""
