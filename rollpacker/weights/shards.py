@@ -19,7 +19,7 @@ def read_shard(source: SafetensorsFolder, layout: ParameterLayout, tp_rank: int)
     parts = [source.read(s.hf_name, dim=dim, start=s.start, stop=s.stop) for s in layout.shards[tp_rank]]
     if padding := layout.padding_rows(tp_rank):
         parts.append(torch.zeros(padding, *parts[0].shape[1:], dtype=parts[0].dtype))
-    return torch.cat(parts, dim=dim)
+    return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]
 
 
 def join_shards(layout: ParameterLayout, shards: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
