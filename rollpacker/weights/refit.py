@@ -17,6 +17,7 @@ from rollpacker.comm.groups import ParallelRanks
 from rollpacker.model_shape import ModelShape
 from rollpacker.weights.hf import SafetensorsFolder
 from rollpacker.weights.layout import ParameterLayout, megatron_layout, stage_of
+from rollpacker.weights.shards import join_shards, read_shard
 
 _TIED_HEAD = "output_layer.weight"
 
@@ -44,7 +45,7 @@ class MegatronWeights:
         with SafetensorsFolder(folder) as source:
             for layout in self.layout:
                 for parameter in self._local_copies(layout):
-                    parameter.copy_(_read_shard(source, layout, self._ranks.tp_rank))
+                    parameter.copy_(read_shard(source, layout, self._ranks.tp_rank))
 
     def export_hf(self, tensor_of: Callable[[Tensor], Tensor] = lambda p: p.data) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) on every rank, in the order of the layout. Collective.
@@ -54,7 +55,7 @@ class MegatronWeights:
         for layout in self.layout:
             local = self._parameters.get(layout.name)
             shards = self._gather_shards(layout, None if local is None else tensor_of(local))
-            yield from _join_shards(layout, shards)
+            yield from join_shards(layout, shards)
 
     def _local_copies(self, layout: ParameterLayout) -> list[Tensor]:
         """Where this rank keeps the parameter: nowhere, once, or (tied embedding) on the last stage as the head too."""
@@ -103,31 +104,3 @@ def _global_names(model: Any, shape: ModelShape, ranks: ParallelRanks) -> dict[s
             parts[2] = str(int(parts[2]) + first_layer)
         named[".".join(parts)] = parameter
     return named
-
-
-def _read_shard(source: SafetensorsFolder, layout: ParameterLayout, tp_rank: int) -> Tensor:
-    if layout.dim is None:
-        return source.read(layout.hf_names[0])
-    dim = layout.dim
-    parts = [source.read(s.hf_name, dim=dim, start=s.start, stop=s.stop) for s in layout.shards[tp_rank]]
-    if padding := layout.padding_rows(tp_rank):
-        parts.append(torch.zeros(padding, *parts[0].shape[1:], dtype=parts[0].dtype))
-    return torch.cat(parts, dim=dim)
-
-
-def _join_shards(layout: ParameterLayout, shards: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Cut the shards into their segments and put each where it belongs in its Hugging Face tensor."""
-    if layout.dim is None:
-        yield layout.hf_names[0], shards[0]
-        return
-    dim = layout.dim
-    for hf_name in layout.hf_names:
-        pieces = []
-        for shard, segments in zip(shards, layout.shards, strict=True):
-            at = 0
-            for segment in segments:
-                width = segment.stop - segment.start
-                if segment.hf_name == hf_name:
-                    pieces.append((segment.start, shard.narrow(dim, at, width)))
-                at += width
-        yield hf_name, torch.cat([piece for _, piece in sorted(pieces, key=lambda p: p[0])], dim=dim)

@@ -19,9 +19,9 @@ ENVIRONMENT = {
 }
 
 
-def train_command(num_ranks: int, *arguments: str) -> list[str]:
-    """`mpirun -n N rollpacker train configs/demo_cpu.yaml ...`; without mpirun on one rank."""
-    program = [sys.executable, "-m", "rollpacker", "train", "configs/demo_cpu.yaml", *arguments]
+def train_command(num_ranks: int, *arguments: str, config: str = "configs/demo_cpu.yaml") -> list[str]:
+    """`mpirun -n N rollpacker train CONFIG ...`; without mpirun on one rank."""
+    program = [sys.executable, "-m", "rollpacker", "train", config, *arguments]
     if num_ranks == 1:
         return program
     return ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks), *program]

@@ -23,13 +23,15 @@ from rollpacker.weights.refit import MegatronWeights
 
 TOLERANCE = 1e-5
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+MODELS = [("qwen2", "tied"), ("qwen2", "untied"), ("qwen3", "tied"), ("llama3", "untied")]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
 def model_folder(request: pytest.FixtureRequest, world: World, shared_tmp: Path) -> Path:
-    folder = shared_tmp / f"model_{request.param}"
+    family, embeddings = request.param
+    folder = shared_tmp / f"model_{family}_{embeddings}"
     if world.rank == 0:
-        write_model(folder, tied=request.param)
+        write_model(folder, family=family, tied=embeddings == "tied")
     world.comm.Barrier()
     return folder
 

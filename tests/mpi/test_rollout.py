@@ -23,15 +23,17 @@ VOCAB = 64
 LENGTH = 24
 PROMPTS = [(5, 6, 7), (9,), (11, 12, 13, 14, 15), (20, 3)]
 
-# What an engine of vLLM's own makes of the exported folder, in a process that knows nothing of ours.
+# What an engine of vLLM's own makes of the exported folders, in a process that knows nothing of ours.
 _FRESH_ENGINE = """
 import json, sys
 from vllm import LLM, SamplingParams
-folder, prompts, length = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-llm = LLM(model=folder, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=128)
+prompts, length, folders = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 law = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
-outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], law, use_tqdm=False)
-print("TOKENS" + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
+engines = []  # kept: one that is dropped takes vLLM's process groups with it
+for folder in folders:
+    engines.append(LLM(model=folder, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=128))
+    outputs = engines[-1].generate([{"prompt_token_ids": p} for p in prompts], law, use_tqdm=False)
+    print("TOKENS" + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
 """
 
 
@@ -50,7 +52,11 @@ def model_folder(world: World, shared_tmp: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(world: World, platform: Platform, model_folder: Path, tp: int) -> RolloutEngine:
+def engine(platform: Platform, model_folder: Path, tp: int) -> RolloutEngine:
+    return build_engine(platform, model_folder, tp)
+
+
+def build_engine(platform: Platform, model_folder: Path, tp: int) -> RolloutEngine:
     options = EngineOptions(
         model_path=str(model_folder),
         tensor_model_parallel_size=tp,
@@ -99,31 +105,36 @@ def test_greedy_after_refit_equals_a_fresh_engine(
     load_from_megatron(engine, platform, other, tp, 0)
     decode(engine, requests([1, 2, 3, 4]))
     grid = load_from_megatron(engine, platform, model_folder, tp, 1)
-    export = shared_tmp / "refit_export"
+    export_model(world, grid, model_folder, shared_tmp / "refit_export")
+    expected = world.comm.bcast(fresh_engine_tokens(shared_tmp / "refit_export")[0] if world.rank == 0 else None)
+    check_greedy(engine, expected, weight_version=1)
+
+
+def export_model(world: World, grid: Grid, source: Path, target: Path) -> None:
     tensors = grid.weights.export_hf()
-    expected = None
     if world.rank == 0:
-        write_hf_folder(export, model_folder, tensors)
-        expected = fresh_engine_tokens(export)
+        write_hf_folder(target, source, tensors)
     else:
         for _ in tensors:
             pass
-    expected = world.comm.bcast(expected)
-    engine._law = SamplingLaw(0.0, 1.0, -1, ())
+
+
+def check_greedy(engine: RolloutEngine, expected: list[list[int]], *, weight_version: int) -> None:
+    law, engine._law = engine._law, SamplingLaw(0.0, 1.0, -1, ())
     got = decode(engine, requests([0, 0, 0, 0]))
-    engine._law = SamplingLaw(1.0, 1.0, -1, (2,))
+    engine._law = law
     tokens = [list(got[i].token_ids) for i in range(len(PROMPTS))]
     for ours, theirs in zip(tokens, expected, strict=True):
         stop = theirs.index(2) + 1 if 2 in theirs else len(theirs)  # generation_config's EOS ends ours
         assert ours == theirs[:stop]
-    assert all(r.weight_version == 1 for r in got.values())
+    assert all(r.weight_version == weight_version for r in got.values())
 
 
-def fresh_engine_tokens(folder: Path) -> list[list[int]]:
+def fresh_engine_tokens(*folders: Path) -> list[list[list[int]]]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI", "PMIX", "RANK", "WORLD", "LOCAL"))}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     result = subprocess.run(
-        [sys.executable, "-c", _FRESH_ENGINE, str(folder), json.dumps(PROMPTS), str(LENGTH)],
+        [sys.executable, "-c", _FRESH_ENGINE, json.dumps(PROMPTS), str(LENGTH), *map(str, folders)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -131,8 +142,8 @@ def fresh_engine_tokens(folder: Path) -> list[list[int]]:
         check=False,
     )
     lines = [line for line in result.stdout.splitlines() if line.startswith("TOKENS")]
-    assert lines, result.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("TOKENS"))
+    assert len(lines) == len(folders), result.stderr[-3000:]
+    return [json.loads(line.removeprefix("TOKENS")) for line in lines]
 
 
 def test_tokens_depend_on_the_seed_alone(
@@ -154,11 +165,11 @@ def test_rollout_logprobs_are_the_models(
 ) -> None:
     """Against transformers on the same tokens: within 1e-4, as everywhere."""
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     load_from_megatron(engine, platform, model_folder, tp, 3)
     responses = decode(engine, requests([7, 8, 9, 10]))
-    model = Qwen2ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     for response in responses.values():
         prompt = response.request.prompt.token_ids
         tokens = torch.tensor([*prompt, *response.token_ids])
@@ -195,3 +206,23 @@ def test_a_refit_with_requests_in_flight_is_refused(engine: RolloutEngine) -> No
     with pytest.raises(RuntimeError, match="would mix weight versions"):
         engine.load_weights([], 5)
     engine.abort([request])
+
+
+def test_each_family_decodes_like_a_fresh_engine(world: World, platform: Platform, shared_tmp: Path, tp: int) -> None:
+    """The other families' weights reach vLLM under the right names: greedy tokens after a refit, rollout TP 2.
+    Last in this file, since engines that go take vLLM's process groups with them."""
+    if world.size != 2:
+        pytest.skip("an engine for each family is dear; two ranks are enough")
+    exports, engines = [], []
+    for family in ("qwen3", "llama3"):
+        folder = shared_tmp / f"rollout_{family}"
+        if world.rank == 0:
+            write_model(folder, family=family, tied=False, vocab_size=VOCAB, hidden_size=128, seed=11)
+        world.comm.Barrier()
+        engines.append(build_engine(platform, folder, tp))
+        exports.append(shared_tmp / f"export_{family}")
+        export_model(world, load_from_megatron(engines[-1], platform, folder, tp, 1), folder, exports[-1])
+    tokens = world.comm.bcast(fresh_engine_tokens(*exports) if world.rank == 0 else None)
+    assert tokens[0] != tokens[1]
+    for engine, expected in zip(engines, tokens, strict=True):
+        check_greedy(engine, expected, weight_version=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from grid import Grid
 from safetensors.torch import load_file
-from tiny_models import write_model
+from tiny_models import FAMILIES, write_model
 
 from rollpacker.comm.world import World
 from rollpacker.config import ConfigError, TrainingConfig
@@ -17,13 +17,15 @@ from rollpacker.platform.device import Platform
 from rollpacker.weights.hf import SafetensorsFolder, write_hf_folder
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+MODELS = [(family, embeddings) for family in FAMILIES for embeddings in ("tied", "untied")]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
 def model_folder(request: pytest.FixtureRequest, world: World, shared_tmp: Path) -> Path:
-    folder = shared_tmp / f"weights_{request.param}"
+    family, embeddings = request.param
+    folder = shared_tmp / f"weights_{family}_{embeddings}"
     if world.rank == 0:
-        write_model(folder, tied=request.param)
+        write_model(folder, family=family, tied=embeddings == "tied")
     world.comm.Barrier()
     return folder
 
@@ -46,7 +48,7 @@ def test_round_trip_is_bit_exact(
 
 def test_transformers_loads_an_export(world: World, platform: Platform, model_folder: Path, shared_tmp: Path) -> None:
     """Same logits to the last bit as the original folder; the other files are carried along."""
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     weights = Grid.get(model_folder, platform, TrainingConfig(dtype="fp32")).weights
     weights.import_hf(str(model_folder))
@@ -56,8 +58,8 @@ def test_transformers_loads_an_export(world: World, platform: Platform, model_fo
         write_hf_folder(target, model_folder, tensors)
         ids = torch.arange(1, 20)[None]
         with torch.no_grad():
-            ours = Qwen2ForCausalLM.from_pretrained(target, dtype=torch.float32)(ids).logits
-            theirs = Qwen2ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)(ids).logits
+            ours = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)(ids).logits
+            theirs = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)(ids).logits
         assert torch.equal(ours, theirs)
         assert (target / "generation_config.json").is_file()
         assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
@@ -66,6 +68,27 @@ def test_transformers_loads_an_export(world: World, platform: Platform, model_fo
         for _ in tensors:
             pass
     world.comm.Barrier()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_equal_transformers(world: World, platform: Platform, model_folder: Path, tp: int) -> None:
+    """Every position of a random sequence, to 1e-5 in fp32; the vocabulary is put together from its shards."""
+    from transformers import AutoModelForCausalLM
+
+    if world.size % tp:
+        pytest.skip(f"TP {tp} does not tile {world.size} rank(s)")
+    grid = Grid.get(model_folder, platform, TrainingConfig(tensor_model_parallel_size=tp, dtype="fp32"))
+    grid.weights.import_hf(str(model_folder))
+    ids = torch.randint(0, grid.shape.vocab_size, (1, 100), generator=torch.Generator().manual_seed(3))
+    on_device = ids.to(platform.device)
+    with torch.no_grad(), platform.megatron_calls():
+        local = grid.model(on_device, torch.arange(100, device=platform.device)[None], None)[0]
+    shards = [torch.empty_like(local) for _ in range(tp)]
+    torch.distributed.all_gather(shards, local.contiguous(), group=grid.ranks.tp_group)
+    ours = torch.cat(shards, dim=-1)[:, : grid.shape.vocab_size].cpu()
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)(ids).logits[0]
+    assert (ours - theirs).abs().max() <= 1e-5
 
 
 def test_incomplete_folders_are_named(world: World, tmp_path: Path) -> None:

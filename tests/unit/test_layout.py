@@ -31,6 +31,7 @@ def shapes(draw: st.DrawFn) -> tuple[ModelShape, int]:
         rms_norm_eps=1e-6,
         tie_word_embeddings=draw(st.booleans()),
         has_qkv_bias=draw(st.booleans()),
+        has_qk_norm=draw(st.booleans()),
     )
     return shape, tp
 
@@ -76,3 +77,9 @@ def test_parameter_count_of_a_known_model() -> None:
     """Qwen2.5-0.5B has 494,032,768 parameters (its model card says 0.49 B, 0.36 B without embeddings)."""
     shape = ModelShape("Qwen2ForCausalLM", 24, 896, 4864, 14, 2, 64, 151936, 32768, 1e6, 1e-6, True, True)
     assert shape.num_parameters() == 494_032_768
+
+
+def test_parameter_count_of_qwen3() -> None:
+    """Qwen3-0.6B has 596,049,920 parameters: 16 heads of 128 on a hidden size of 1024, and a norm per head's channels."""
+    shape = ModelShape("Qwen3ForCausalLM", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e6, 1e-6, True, False, True)
+    assert shape.num_parameters() == 596_049_920

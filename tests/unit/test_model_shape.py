@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollpacker.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig, TrainingConfig
-from rollpacker.model_shape import ModelShape, check_model_shape, read_model_shape
+from rollpacker.model_shape import Llama3RopeScaling, ModelShape, check_model_shape, read_model_shape
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -51,6 +51,19 @@ SHAPE = ModelShape(
     tie_word_embeddings=True,
     has_qkv_bias=True,
 )
+QWEN3 = QWEN | {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False}
+LLAMA = {k: v for k, v in QWEN.items() if k != "use_sliding_window"} | {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+LLAMA3_ROPE = {  # Llama 3.2
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def write_folder(folder: Path, config_json: dict[str, Any] | str | bytes = QWEN) -> str:
@@ -83,7 +96,6 @@ def test_a_config_json_is_read(tmp_path: Path) -> None:
     [
         (without("num_key_value_heads"), {"num_kv_heads": 12}),
         (QWEN | {"num_key_value_heads": None}, {"num_kv_heads": 12}),
-        (QWEN | {"head_dim": 16}, {"head_dim": 16}),
         (QWEN | {"head_dim": None}, {"head_dim": 8}),
         (without("tie_word_embeddings"), {"tie_word_embeddings": False}),
         (without("rope_theta"), {"rope_theta": 10000.0}),
@@ -96,6 +108,49 @@ def test_a_config_json_is_read(tmp_path: Path) -> None:
 def test_what_may_be_left_out(tmp_path: Path, config_json: dict[str, Any], expected: dict[str, Any]) -> None:
     """Entries that Hugging Face may omit or rename (transformers 5 moves rope_theta into rope_parameters)."""
     assert read_model_shape(write_folder(tmp_path, config_json)) == replace(SHAPE, **expected)
+
+
+@pytest.mark.parametrize(
+    ("config_json", "expected"),
+    [
+        (QWEN3, {"head_dim": 128, "has_qk_norm": True}),  # transformers' Qwen3Config takes 128 where none is given
+        (QWEN3 | {"head_dim": 16}, {"head_dim": 16, "has_qk_norm": True}),
+        (LLAMA, {}),
+        (LLAMA | {"head_dim": 16}, {"head_dim": 16}),
+        (LLAMA | {"rope_scaling": LLAMA3_ROPE}, {"rope_scaling": Llama3RopeScaling(32, 1, 4, 8192)}),
+        (
+            LLAMA | {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 5e5}},
+            {"rope_scaling": Llama3RopeScaling(32, 1, 4, 8192), "rope_theta": 5e5},
+        ),
+    ],
+)
+def test_the_other_families(tmp_path: Path, config_json: dict[str, Any], expected: dict[str, Any]) -> None:
+    (architecture,) = config_json["architectures"]
+    base = replace(SHAPE, architecture=architecture, has_qkv_bias=False)
+    assert read_model_shape(write_folder(tmp_path, config_json)) == replace(base, **expected)
+
+
+@pytest.mark.parametrize(
+    ("config_json", "message"),
+    [
+        (QWEN3 | {"attention_bias": True}, "attention_bias=true is not supported"),
+        (QWEN3 | {"use_sliding_window": True}, "use_sliding_window=true is not supported"),
+        (LLAMA | {"attention_bias": True}, "attention_bias=true is not supported"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias=true is not supported"),
+        (QWEN | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types other than full_attention"),
+        (QWEN | {"head_dim": 16}, "head_dim=16 x num_attention_heads=12 is not hidden_size=96. vLLM takes"),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "the entry low_freq_factor is missing"),
+        (LLAMA | {"rope_scaling": LLAMA3_ROPE | {"factor": "8"}}, "factor='8' is not a number above 0"),
+        (LLAMA | {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "must be below high_freq_factor"),
+        (QWEN | {"rope_scaling": LLAMA3_ROPE}, "Supported for Qwen2, Qwen2.5: rope_type default, over the whole head"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic"}}, "Supported for Llama 2 and 3, SmolLM2: rope_type default and"),
+        (LLAMA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "over the whole head"),
+    ],
+)
+def test_what_a_family_does_not_have(tmp_path: Path, config_json: dict[str, Any], message: str) -> None:
+    text = refusal(write_folder(tmp_path, config_json))
+    assert message in text
+    assert text.startswith(str(tmp_path / "config.json"))
 
 
 def test_a_folder_that_is_absent(tmp_path: Path) -> None:
@@ -137,7 +192,7 @@ def test_a_folder_without_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config_json", "architecture"),
     [
-        (QWEN | {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        (QWEN | {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
         (without("architectures"), "unknown"),
         (QWEN | {"architectures": []}, "unknown"),
         ("[1, 2]", "unknown"),
@@ -145,7 +200,9 @@ def test_a_folder_without_safetensors(tmp_path: Path) -> None:
 )
 def test_another_architecture(tmp_path: Path, config_json: dict[str, Any] | str, architecture: str) -> None:
     text = refusal(write_folder(tmp_path, config_json))
-    assert f"the architecture {architecture} is not supported. Supported: Qwen2ForCausalLM." in text
+    assert f"the architecture {architecture} is not supported. Supported: " in text
+    for supported in ("Qwen2ForCausalLM (Qwen2, Qwen2.5)", "Qwen3ForCausalLM", "LlamaForCausalLM"):
+        assert supported in text
     assert str(tmp_path / "config.json") in text
 
 
@@ -160,7 +217,7 @@ def test_another_architecture(tmp_path: Path, config_json: dict[str, Any] | str,
 def test_scaled_rope(tmp_path: Path, rope: dict[str, Any]) -> None:
     text = refusal(write_folder(tmp_path, QWEN | rope))
     (scaling,) = rope.values()
-    assert f"RoPE scaling {scaling} is not supported; only plain RoPE is." in text
+    assert f"RoPE scaling {scaling} is not supported." in text
 
 
 def test_a_sliding_window(tmp_path: Path) -> None:
