@@ -27,6 +27,7 @@ PURE = (
     "config_checks.py",
     "config_file.py",
     "model_shape.py",
+    "memory_estimate.py",
     "loop.py",
     "policy/*.py",
     "data/packing.py",
@@ -39,7 +40,7 @@ PURE = (
 PURE_THIRD_PARTY = {"config_file.py": {"yaml"}}
 HEAVY = ("torch", "vllm", "megatron", "mpi4py", "numpy", "transformers")
 
-FACTS = {"types", "messages", "config", "config_checks", "config_file", "model_shape"}
+FACTS = {"types", "messages", "config", "config_checks", "config_file", "model_shape", "memory_estimate"}
 BASE = {"comm", "platform", "profiling", "data"}
 MECHANISMS = {"rollout", "reward", "training", "weights"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -49,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config_checks": {"config"},
     "config_file": {"config", "config_checks"},
     "model_shape": {"config", "config_checks"},
+    "memory_estimate": {"config", "model_shape"},
     "policy": FACTS,
     "loop": FACTS | {"policy"},
     **dict.fromkeys(BASE, FACTS | BASE),

@@ -129,6 +129,7 @@ class ClusterBackend:
         self._parts.platform.release_cached_memory()
         engine.wake("weights")
         engine.load_weights(self._parts.weights.export_hf(), weight_version)
+        self._parts.platform.release_cached_memory()  # whole tensors passed through: up to 3 GiB for a large vocabulary
         engine.wake("kv_cache")
 
     def _outgoing(self, responses: Sequence[ScoredResponse], samples: dict[int, Sample]) -> dict[int, list[Sample]]:
