@@ -197,13 +197,15 @@ def layer_backward_bytes(shape: ModelShape, training: TrainingConfig, num_tokens
 
 
 def loss_bytes(shape: ModelShape, training: TrainingConfig, num_tokens: int) -> int:
-    """Logits and their copies at the peak of the loss (`Trainer._loss`), for `num_tokens` tokens on the last stage.
+    """Final norm (input and output), logits and their copies at the peak of the loss (`Trainer._loss`), for `num_tokens`
+    tokens on the last stage.
 
     One copy in the training dtype from the head, and five in fp32: scaled (`scale_logits`), and in `token_entropy`
     shifted, exponentiated, clamped and multiplied. Cross entropy works in place; the backward pass needs less.
     """
     tp = training.tensor_model_parallel_size
-    return num_tokens * shape.padded_vocab_size(tp) // tp * (ELEMENT_BYTES[training.dtype] + 5 * _FP32_BYTES)
+    columns, size = shape.padded_vocab_size(tp) // tp, ELEMENT_BYTES[training.dtype]
+    return num_tokens * (columns * (size + 5 * _FP32_BYTES) + 2 * shape.hidden_size * size)
 
 
 def micro_batch_tokens(config: Config) -> int:
@@ -218,14 +220,14 @@ def micro_batch_tokens(config: Config) -> int:
 def activation_bytes(config: Config, shape: ModelShape, stage: int) -> int:
     """What forward passes keep on `stage` for the backward passes to come.
 
-    Under the 1F1B schedule stage s of p holds p - s micro-batches (arXiv 2104.04473), each with the stage's output. The
-    last stage keeps the final norm's input and output. With full recompute a layer keeps its input alone.
+    Under the 1F1B schedule stage s of p holds p - s micro-batches (arXiv 2104.04473), each with the output it sent on.
+    With full recompute a layer keeps its input alone.
     """
     training, tokens = config.training, micro_batch_tokens(config)
     pp = training.pipeline_model_parallel_size
     hidden_bytes = tokens * shape.hidden_size * ELEMENT_BYTES[training.dtype]
     per_layer = hidden_bytes if training.recompute_granularity else layer_bytes(shape, training, tokens)
-    return (pp - stage) * (shape.num_layers // pp * per_layer + hidden_bytes * (2 if stage == pp - 1 else 1))
+    return (pp - stage) * (shape.num_layers // pp * per_layer + (hidden_bytes if stage < pp - 1 else 0))
 
 
 def _training_phase(config: Config, shape: ModelShape, world_size: int, stage: int) -> Phase:

@@ -112,13 +112,15 @@ def test_padded_buffers_are_exact(
     assert sum(shares) == 2 * 4 * sum(sizes)
 
 
-@pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("vocab_size", [64, 8192], ids=["layers-dominate", "loss-dominates"])
+@pytest.mark.parametrize(
+    ("vocab_size", "recompute", "dtype"),
+    [(64, None, "fp32"), (64, "full", "fp32"), (8192, None, "fp32"), (8192, "full", "fp32"), (8192, "full", "bf16")],
+)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_training_peak_is_close(
-    world: World, platform: Platform, tp: int, vocab_size: int, recompute: str | None
+    world: World, platform: Platform, tp: int, vocab_size: int, recompute: str | None, dtype: str
 ) -> None:
-    """Live tensors over forward, loss and backward of one micro-batch: at most 10 % below the estimate, 0.5 % above it.
+    """Live tensors over forward, loss and backward of one micro-batch: the estimate to 4 %.
 
     torch's RMSNorm on the CPU keeps one tensor more than the CUDA kernel, which is added here.
     """
@@ -139,7 +141,7 @@ def test_the_training_peak_is_close(
         has_qkv_bias=True,
     )
     num_tokens = 512
-    training = training_on(tp, 1, dtype="fp32", recompute_granularity=recompute, max_tokens_per_gpu=num_tokens + 1)
+    training = training_on(tp, 1, dtype=dtype, recompute_granularity=recompute, max_tokens_per_gpu=num_tokens + 1)
     config = Config(data=DataConfig(max_prompt_length=8, max_response_length=num_tokens - 7), training=training)
     ranks = Grid.activate(platform, training)
     model = build_model(shape, training, platform, ranks)
@@ -157,9 +159,9 @@ def test_the_training_peak_is_close(
 
     norm = num_tokens * shape.hidden_size * 4
     layer = layer_bytes(shape, training, num_tokens) + 2 * norm
-    kept = activation_bytes(config, shape, 0) + norm + (0 if recompute else shape.num_layers * 2 * norm)
+    kept = activation_bytes(config, shape, 0) + (0 if recompute else shape.num_layers * 2 * norm)
     backward = layer_backward_bytes(shape, training, num_tokens) + (layer if recompute else 0)
-    loss = loss_bytes(shape, training, num_tokens)
+    loss = loss_bytes(shape, training, num_tokens) + norm
     assert (loss > backward) == (vocab_size == 8192)
     ratio = live.peak / (kept + max(loss, backward))
-    assert 0.9 <= ratio <= 1.005, ratio
+    assert 0.96 <= ratio <= 1.04, ratio
