@@ -153,7 +153,7 @@ class TrainingConfig:
 
     tensor_model_parallel_size: int = key(1, "Tensor-parallel ranks of one training replica.")
     pipeline_model_parallel_size: int = key(1, "Pipeline stages of one training replica.")
-    context_parallel_size: int = key(1, "Context-parallel ranks; only 1 in this version.", (1,))
+    context_parallel_size: int = key(1, "Context-parallel ranks; above 1 only --dry-run checks it in this version.")
     sequence_parallel: bool = key(False, "Megatron's sequence parallelism (needs transformer-engine).")
     attention_backend: str = key("auto", "auto = sdpa = torch's attention kernels.", ("auto", "sdpa"))
     use_distributed_optimizer: bool = key(True, "Shard the optimizer state over the data-parallel ranks.")
@@ -187,6 +187,11 @@ class TrainerConfig:
     seed: int = key(0, "Seed of everything that is drawn.")
     deterministic: bool = key(False, "Virtual time, fixed quanta: the same metrics twice for the same seed.")
     device: str = key("auto", "What the ranks run on.", ("auto", "cpu", "cuda"))
+    nnodes: int | None = key(
+        None, "Nodes of the job, checked at start; with --dry-run on one rank, the job to plan for."
+    )
+    n_gpus_per_node: int | None = key(None, "Ranks per node, likewise; a tensor-parallel group never crosses a node.")
+    gpu_memory_gib: float | None = key(None, "Memory of a GPU, in GiB, to plan with; null = what the GPU has, else 79.")
     collective_timeout_s: float = key(1800.0, "A collective that waits longer ends the job.")
 
 

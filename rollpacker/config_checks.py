@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rollpacker.config import Config, ConfigError
 
 # Values below these bounds are mistakes wherever they stand; everything else is checked in `validate`.
@@ -33,6 +35,7 @@ _AT_LEAST: dict[str, float] = {
     "training.adam_eps": 0,
     "training.tensor_model_parallel_size": 1,
     "training.pipeline_model_parallel_size": 1,
+    "training.context_parallel_size": 1,
     "training.micro_batch_size": 1,
     "training.max_tokens_per_gpu": 1,
     "training.lr": 0,
@@ -43,6 +46,9 @@ _AT_LEAST: dict[str, float] = {
     "trainer.total_training_steps": 1,
     "trainer.save_freq": -1,
     "trainer.collective_timeout_s": 1,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.gpu_memory_gib": 1,
 }
 _LOGGERS = ("console", "tensorboard")
 
@@ -108,6 +114,13 @@ def _validate_batching(config: Config) -> None:
             f"data.max_response_length = {config.data.max_prompt_length} + {config.data.max_response_length} = "
             f"{longest}: one full sequence would not fit a micro-batch. Raise it, or lower the lengths."
         )
+    if config.training.context_parallel_size > 1 and longest % (2 * config.training.context_parallel_size):
+        raise ConfigError(
+            f"training.context_parallel_size={config.training.context_parallel_size} cuts a sequence into "
+            f"{2 * config.training.context_parallel_size} equal pieces (two for each rank, so that all have the same work "
+            f"under a causal mask), but data.max_prompt_length + data.max_response_length = {longest} is not a multiple "
+            "of that. Change one of the lengths."
+        )
     if config.training.sequence_parallel:
         raise ConfigError("training.sequence_parallel=true is not in this version; set it to false.")
     if config.training.min_lr > config.training.lr:
@@ -133,14 +146,51 @@ def _validate_algorithm(config: Config) -> None:
         )
 
 
+def job_size(config: Config, num_ranks: int, *, is_dry_run: bool) -> int:
+    """Ranks to check the config for: those of this job, or for a dry run on one rank those that it plans.
+
+    Refuses a job that is not of the planned size.
+    """
+    nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if nodes is None or per_node is None or nodes * per_node == num_ranks:
+        return num_ranks
+    if is_dry_run and num_ranks == 1:
+        return nodes * per_node
+    cause = (
+        "Every rank seems to be alone in a world of its own: srun without --mpi=pmix, or an mpirun that belongs to "
+        "another MPI than mpi4py was built for. Fix the launch, or set both keys to null for a job of one rank."
+        if num_ranks == 1
+        else f"Start {nodes * per_node} ranks, one for each GPU, or change the keys to the job you want."
+    )
+    raise ConfigError(
+        f"trainer.nnodes x trainer.n_gpus_per_node = {nodes} x {per_node} = {nodes * per_node}, but this MPI world has "
+        f"{num_ranks} rank(s). {cause}"
+    )
+
+
+def missing_features(config: Config) -> list[str]:
+    """What the config asks for and this version does not have, a paragraph each; a dry run checks all the rest."""
+    missing = []
+    if config.training.context_parallel_size > 1:
+        missing.append(
+            f"training.context_parallel_size={config.training.context_parallel_size}: this version trains with 1; a dry "
+            "run checks the shape and the memory of more. Set it to 1, and raise training.tensor_model_parallel_size or "
+            "training.pipeline_model_parallel_size if the activations then do not fit."
+        )
+    return missing
+
+
 def check_parallel_shape(config: Config, world_size: int) -> None:
     """Refuse parallel sizes that do not tile `world_size` ranks, with the equation that fails."""
     training, rollout = config.training, config.rollout
-    model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size
-    equation = (
-        f"training.tensor_model_parallel_size x pipeline_model_parallel_size = "
-        f"{training.tensor_model_parallel_size} x {training.pipeline_model_parallel_size} = {model_ranks}"
-    )
+    sizes = {
+        "training.tensor_model_parallel_size": training.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": training.pipeline_model_parallel_size,
+    }
+    if training.context_parallel_size > 1:
+        sizes["context_parallel_size"] = training.context_parallel_size
+    model_ranks = math.prod(sizes.values())
+    equation = f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {model_ranks}"
     if world_size % model_ranks:
         raise ConfigError(
             f"{equation} does not divide the {world_size} rank(s) of this job. Start the job with a multiple of "
@@ -151,3 +201,14 @@ def check_parallel_shape(config: Config, world_size: int) -> None:
             f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not divide the {world_size} "
             f"rank(s) of this job. Start it with a multiple of {rollout.tensor_model_parallel_size} ranks, or lower it."
         )
+    per_node = config.trainer.n_gpus_per_node
+    for section, size in (
+        ("training", training.tensor_model_parallel_size),
+        ("rollout", rollout.tensor_model_parallel_size),
+    ):
+        if per_node is not None and per_node % size:
+            raise ConfigError(
+                f"{section}.tensor_model_parallel_size={size} does not divide trainer.n_gpus_per_node={per_node}: a "
+                "tensor-parallel group would cross nodes, where each of its all-reduces is many times as slow. Use a "
+                f"divisor of {per_node}."
+            )

@@ -28,6 +28,7 @@ PURE = (
     "config_file.py",
     "model_shape.py",
     "user_function.py",
+    "memory_estimate.py",
     "loop.py",
     "policy/*.py",
     "data/domains.py",
@@ -43,7 +44,9 @@ PURE = (
 PURE_THIRD_PARTY = {"config_file.py": {"yaml"}, "data/files.py": {"pyarrow"}}
 HEAVY = ("torch", "vllm", "megatron", "mpi4py", "numpy", "transformers", "pyarrow")
 
-FACTS = {"types", "messages", "config", "config_checks", "config_file", "model_shape", "user_function"}
+FACTS = {
+    "types", "messages", "config", "config_checks", "config_file", "model_shape", "memory_estimate", "user_function",
+}  # fmt: skip
 BASE = {"comm", "platform", "profiling", "data"}
 MECHANISMS = {"rollout", "reward", "training", "weights"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -54,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config_file": {"config", "config_checks"},
     "model_shape": {"config", "config_checks"},
     "user_function": {"config"},
+    "memory_estimate": {"config", "model_shape"},
     "policy": FACTS,
     "loop": FACTS | {"policy"},
     **dict.fromkeys(BASE, FACTS | BASE),

@@ -23,8 +23,8 @@ Made from `rollpacker/config.py` by `python tools/describe_config.py > docs/conf
 `rollpacker train CONFIG.yaml [section.key=value ...]` reads a YAML file with one mapping for each section below; what
 the command line overrides comes last. A word that ends in `.yaml` is a file to lay on top (`configs/recipes/`); `base:
 FILE` at the top of a file names the one it builds on. An unknown key is an error that names the nearest known one.
-With `--dry-run` the command checks everything, prints the resolved config and stops. A run writes it to `config.yaml`
-in its run directory.
+With `--dry-run` the command checks everything, estimates the GPU memory ([memory](memory.md)) and stops; it needs
+neither the GPUs nor the ranks of the job. A run writes its resolved config to `config.yaml` in its run directory.
 """
 
 _TYPES = {
@@ -59,12 +59,21 @@ ACROSS_KEYS: tuple[tuple[str, str, Any], ...] = (
         5,
     ),
     ("`algorithm.ppo_mini_batch_size` is at most `data.train_batch_size`.", "algorithm.ppo_mini_batch_size", 129),
+    (
+        "With context parallelism, `data.max_prompt_length` + `data.max_response_length` is a multiple of 2 x "
+        "`training.context_parallel_size`.",
+        "training.context_parallel_size",
+        5,
+    ),
     ("`training.min_lr` is at most `training.lr`.", "training.min_lr", 1.0),
 )
 
 _WITH_JOB_AND_MODEL = (
-    "The job's ranks are a multiple of `training.tensor_model_parallel_size` x `training.pipeline_model_parallel_size`.",
+    "`trainer.nnodes` x `trainer.n_gpus_per_node`, where both are set, is the number of the job's ranks.",
+    "The job's ranks are a multiple of `training.tensor_model_parallel_size` x `training.pipeline_model_parallel_size` x "
+    "`training.context_parallel_size`.",
     "The job's ranks are a multiple of `rollout.tensor_model_parallel_size`.",
+    "`trainer.n_gpus_per_node`, where it is set, is a multiple of both tensor-parallel sizes.",
     "`training.tensor_model_parallel_size` divides the model's attention heads, its KV heads and its MLP width.",
     "`training.pipeline_model_parallel_size` divides its layers.",
     "`rollout.tensor_model_parallel_size` divides its attention heads; of it and the KV heads, one divides the other.",

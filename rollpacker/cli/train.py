@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollpacker.cli import dry_run
 from rollpacker.config import Config, ConfigError
-from rollpacker.config_file import load_config, to_yaml
+from rollpacker.config_checks import job_size, missing_features
+from rollpacker.config_file import load_config
 from rollpacker.data.domains import first_exhausted
 from rollpacker.model_shape import check_shapes
 
@@ -34,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="override a key (rollout.n=4), or lay another file on top (configs/recipes/dapo.yaml)",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check config, model, data and shapes, say what would run, and stop"
+        "--dry-run",
+        action="store_true",
+        help="check config, model, data, shapes and GPU memory, say what would run, and stop; needs one rank and no GPU",
     )
     parser.add_argument("--debug", action="store_true", help="show a traceback for configuration errors too")
 
@@ -51,17 +55,22 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         # What costs nothing is checked before torch is imported, so that a typing error shows at once.
         config = world.agree(lambda: load_config(arguments.config, arguments.overrides))
-        shape = world.agree(lambda: check_shapes(config, world.size))
+        world_size = world.agree(lambda: job_size(config, world.size, is_dry_run=arguments.dry_run))
+        world.agree(lambda: _check_before_shapes(config, is_dry_run=arguments.dry_run))
+        shape = world.agree(lambda: check_shapes(config, world_size))
         from rollpacker.runtime.worker import Worker, check
 
-        checked = world.agree(lambda: check(config, world, shape))
-        if world.rank == 0:
-            sys.stdout.write(_describe(config, checked, world, is_dry_run=arguments.dry_run))
-            sys.stdout.flush()
+        checked = world.agree(lambda: check(config, world, shape, is_dry_run=arguments.dry_run))
         if arguments.dry_run:
-            if checked.rewards is not None:
-                checked.rewards.close()
-            return 0
+            return _report_dry_run(config, checked, world, world_size)
+        if world.rank == 0:
+            sys.stdout.write(_describe(config, checked, world_size))
+            for problem in dry_run.problems(config, dry_run.estimate_for(config, checked, world_size)):
+                sys.stdout.write(f"Warning: {problem}\n")
+            sys.stdout.write(
+                "Building the Megatron model and the vLLM engine; the first step follows in about half a minute.\n"
+            )
+            sys.stdout.flush()
         worker = Worker(config, world, checked)
         return _train(worker)
     except AgreedError:
@@ -73,6 +82,32 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.flush()
         world.comm.Abort(2)
         return 2
+
+
+def _check_before_shapes(config: Config, *, is_dry_run: bool) -> None:
+    """A real start refuses what this version cannot do; a dry run says it last, and looks for all inputs first."""
+    if is_dry_run:
+        dry_run.check_inputs_exist(config)
+    elif missing := missing_features(config):
+        raise ConfigError(missing[0])
+
+
+def _report_dry_run(config: Config, checked: Checked, world: World, world_size: int) -> int:
+    """Say what would run and what stands in the way; exit code 2 if something does."""
+    if checked.rewards is not None:
+        checked.rewards.close()
+    world.agree(lambda: dry_run.check_weight_files(config))
+    estimate = dry_run.estimate_for(config, checked, world_size)
+    problems = dry_run.problems(config, estimate)
+    if world.rank == 0:
+        sys.stdout.write(_describe(config, checked, world_size) + dry_run.describe(config, checked, estimate))
+        verdict = "The config is good" if not problems else "THIS CONFIG CANNOT RUN, see below"
+        sys.stdout.write(f"{verdict}; nothing was started or written.\n")
+        sys.stdout.flush()
+        for problem in problems:
+            sys.stderr.write(f"rollpacker train: {problem}\n")
+        sys.stderr.flush()
+    return 2 if problems else 0
 
 
 def _prepare_process() -> None:
@@ -147,26 +182,26 @@ def _describe_domains(dataset: PromptDataset, weights: dict[str, float]) -> list
     return lines
 
 
-def _describe(config: Config, checked: Checked, world: World, *, is_dry_run: bool) -> str:
-    """What is about to run; a dry run shows the whole resolved config before it."""
-    training, rollout, shape = config.training, config.rollout, checked.shape
-    model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size
-    trainer = config.trainer
+def _describe(config: Config, checked: Checked, world_size: int) -> str:
+    """What is about to run, or would."""
+    training, rollout, shape, trainer = config.training, config.rollout, checked.shape, config.trainer
+    cp = training.context_parallel_size
+    model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size * cp
+    nodes = (
+        f", {trainer.nnodes} node(s) of {trainer.n_gpus_per_node}" if trainer.nnodes and trainer.n_gpus_per_node else ""
+    )
     dataset = checked.dataset
     facts = [
         f"run       {trainer.project_name}/{trainer.experiment_name}",
-        f"model     {config.model.path}: {shape.architecture}, {shape.num_parameters() / 1e6:.1f} M parameters",
+        f"model     {config.model.path}: {shape.architecture}, {shape.num_parameters() / 1e6:,.1f} M parameters",
         f"prompts   {len(dataset.examples)} usable, {dataset.num_overlong} over data.max_prompt_length left out",
         *_describe_domains(dataset, config.data.domains),
-        f"ranks     {world.size} on {checked.platform.name}",
+        f"ranks     {world_size} on {checked.platform.name}{nodes}",
         f"training  TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size} x "
-        f"DP {world.size // model_ranks}, {training.dtype}",
+        f"{f'CP {cp} x ' if cp > 1 else ''}DP {world_size // model_ranks}, {training.dtype}",
         f"rollout   TP {rollout.tensor_model_parallel_size} x "
-        f"{world.size // rollout.tensor_model_parallel_size} replica(s)",
+        f"{world_size // rollout.tensor_model_parallel_size} replica(s)",
         f"steps     {checked.total_steps} of {config.data.train_batch_size} prompts x {rollout.n} responses",
         f"output    {trainer.default_local_dir}",
     ]
-    text = "\n".join(facts) + "\n"
-    if is_dry_run:
-        return to_yaml(config) + "\n" + text + "The config is good; nothing was started or written.\n"
-    return text + "Building the Megatron model and the vLLM engine; the first step follows in about half a minute.\n"
+    return "\n".join(facts) + "\n"

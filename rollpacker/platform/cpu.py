@@ -109,6 +109,10 @@ class CpuPlatform:
         """No CUDA graphs, no sleep mode."""
         return {"enforce_eager": True}
 
+    def gpu_memory_gib(self) -> float | None:
+        """There is no GPU."""
+        return None
+
     def synchronize(self) -> None:
         """The CPU runs in order."""
 

@@ -55,6 +55,12 @@ class CudaPlatform:
             "enable_sleep_mode": True,
         }
 
+    def gpu_memory_gib(self) -> float | None:
+        """What torch reports of the current device; None in a dry run on a machine without a GPU."""
+        if not torch.cuda.is_available():
+            return None
+        return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory) / (1 << 30)
+
     def synchronize(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize()

@@ -34,6 +34,9 @@ class Platform(Protocol):
     def prepare_engine_import(self, *, kv_cache_gib: int) -> None:
         """Set what vLLM reads at import; called before vLLM is imported."""
 
+    def gpu_memory_gib(self) -> float | None:
+        """Memory of this rank's GPU; None where there is none to ask."""
+
     def synchronize(self) -> None:
         """Wait until the device has finished what was launched, so that a clock reading means something."""
 
@@ -41,12 +44,15 @@ class Platform(Protocol):
         """Give memory that torch's allocator holds back to the device."""
 
 
-def select_platform(device: str) -> Platform:
-    """Return the platform for `trainer.device`: auto takes CUDA when torch sees a GPU."""
+def select_platform(device: str, *, is_plan: bool = False) -> Platform:
+    """Return the platform for `trainer.device`: auto takes CUDA when torch sees a GPU.
+
+    A dry run plans for another machine (`is_plan`): `cuda` then needs no GPU here.
+    """
     import torch
 
     has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
+    if device == "cuda" and not has_cuda and not is_plan:
         raise ConfigError(
             "trainer.device=cuda, but torch sees no GPU on this machine "
             f"(torch {torch.__version__}). Run it on a GPU node, or try configs/demo_cpu.yaml with trainer.device=cpu."

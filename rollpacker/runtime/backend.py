@@ -124,6 +124,7 @@ class ClusterBackend:
         if self._config.rollout.weight_noise:
             named_tensors = with_noise(named_tensors, self._config.rollout.weight_noise, seed=weight_version)
         engine.load_weights(named_tensors, weight_version)
+        self._parts.platform.release_cached_memory()  # whole tensors passed through: up to 3 GiB for a large vocabulary
         engine.wake("kv_cache")
 
 

@@ -57,9 +57,9 @@ class Checked:
     total_steps: int
 
 
-def check(config: Config, world: World, shape: ModelShape) -> Checked:
+def check(config: Config, world: World, shape: ModelShape, *, is_dry_run: bool = False) -> Checked:
     """Everything else that a user may have got wrong, on every rank. Raises ConfigError."""
-    platform = select_platform(config.trainer.device)
+    platform = select_platform(config.trainer.device, is_plan=is_dry_run)
     _check_device_features(config, platform)
     _check_folders(config)
     load_policy_loss(config.algorithm)

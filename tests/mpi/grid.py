@@ -30,7 +30,7 @@ class Grid:
 
     @classmethod
     def get(cls, folder: Path, platform: Platform, training: TrainingConfig) -> Grid:
-        ranks = cls._activate(platform, training)
+        ranks = cls.activate(platform, training)
         key = (
             folder,
             training.tensor_model_parallel_size,
@@ -45,7 +45,8 @@ class Grid:
         return cls._models[key]
 
     @classmethod
-    def _activate(cls, platform: Platform, training: TrainingConfig) -> ParallelRanks:
+    def activate(cls, platform: Platform, training: TrainingConfig) -> ParallelRanks:
+        """Make the groups of this shape Megatron's current ones."""
         from megatron.core import parallel_state
 
         def read() -> dict[str, Any]:

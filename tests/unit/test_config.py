@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollpacker.config import Config, ConfigError
-from rollpacker.config_checks import check_parallel_shape
+from rollpacker.config_checks import check_parallel_shape, job_size, missing_features
 from rollpacker.config_file import load_config, to_yaml
 
 GOOD = "model: {path: m}\ndata: {train_files: [a.jsonl], max_response_length: 100}\n"
@@ -100,6 +100,9 @@ def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
         ("data.domains.math=1", "write section.key=value"),
         ("data.val_files={a: 1}", "expected a list of strings"),
         ("training.min_lr=1", "above training.lr"),
+        ("training.context_parallel_size=5", "cuts a sequence into 10 equal pieces"),
+        ("training.context_parallel_size=0", "must be at least 1"),
+        ("trainer.gpu_memory_gib=0", "must be at least 1"),
     ],
 )
 def test_bad_values_are_explained(tmp_path: Path, override: str, message: str) -> None:
@@ -141,6 +144,38 @@ def test_parallel_shapes_come_with_their_equation(tmp_path: Path) -> None:
         check_parallel_shape(config, 6)
     with pytest.raises(ConfigError, match=r"rollout\.tensor_model_parallel_size=3 does not divide the 4"):
         check_parallel_shape(load(tmp_path, GOOD, "rollout.tensor_model_parallel_size=3"), 4)
+
+
+def test_context_parallel_ranks_count(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD, "training.tensor_model_parallel_size=2", "training.context_parallel_size=2")
+    check_parallel_shape(config, 8)
+    with pytest.raises(ConfigError, match=r"x context_parallel_size = 2 x 1 x 2 = 4 does not divide the 6 rank"):
+        check_parallel_shape(config, 6)
+    (text,) = missing_features(config)
+    assert text.startswith("training.context_parallel_size=2: this version trains with 1;")
+    assert missing_features(load(tmp_path)) == []
+
+
+@pytest.mark.parametrize("section", ["training", "rollout"])
+def test_tensor_parallel_groups_stay_within_a_node(tmp_path: Path, section: str) -> None:
+    """Ranks of a group are neighbours, so a size that divides the node's ranks never crosses its border."""
+    override = f"{section}.tensor_model_parallel_size=4"
+    check_parallel_shape(load(tmp_path, GOOD, override, "trainer.n_gpus_per_node=4"), 12)
+    with pytest.raises(ConfigError, match=rf"{section}\.tensor_model_parallel_size=4 does not divide .*node=6"):
+        check_parallel_shape(load(tmp_path, GOOD, override, "trainer.n_gpus_per_node=6"), 12)
+
+
+def test_the_planned_size_stands_for_the_job_in_a_dry_run_alone(tmp_path: Path) -> None:
+    plan = load(tmp_path, GOOD, "trainer.nnodes=2", "trainer.n_gpus_per_node=8")
+    assert job_size(plan, 1, is_dry_run=True) == 16
+    assert job_size(plan, 16, is_dry_run=False) == 16
+    for half in ("trainer.nnodes=2", "trainer.n_gpus_per_node=8"):
+        assert job_size(load(tmp_path, GOOD, half), 3, is_dry_run=False) == 3
+    with pytest.raises(ConfigError, match=r"2 x 8 = 16, but this MPI world has 1 rank.*srun without --mpi=pmix"):
+        job_size(plan, 1, is_dry_run=False)
+    for is_dry_run in (True, False):
+        with pytest.raises(ConfigError, match=r"2 x 8 = 16, but this MPI world has 4 rank.*Start 16 ranks"):
+            job_size(plan, 4, is_dry_run=is_dry_run)
 
 
 def test_every_key_has_a_help_sentence() -> None:
