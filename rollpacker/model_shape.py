@@ -119,25 +119,25 @@ class ModelShape:
         return self.num_layers * layer + embeddings + self.hidden_size
 
 
-def read_model_shape(model_path: str) -> ModelShape:
-    """Read `model_path`/config.json, or say why that folder is not a model this program trains."""
+def read_model_shape(model_path: str, key: str = "model.path=") -> ModelShape:
+    """Read `model_path`/config.json, or say why that folder is not a model this program trains; `key` opens the message."""
     folder = Path(model_path)
     if not folder.is_dir():
         raise ConfigError(
-            f"model.path={model_path}: there is no such folder. Give a local Hugging Face folder (config.json, "
+            f"{key}{model_path}: there is no such folder. Give a local Hugging Face folder (config.json, "
             "*.safetensors, tokenizer files); for the demo, `make env` creates it."
         )
-    shape = read_model_config(folder)
+    shape = read_model_config(folder, key)
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path={model_path}: no *.safetensors file there; other weight formats are not read.")
+        raise ConfigError(f"{key}{model_path}: no *.safetensors file there; other weight formats are not read.")
     return shape
 
 
-def read_model_config(folder: Path) -> ModelShape:
+def read_model_config(folder: Path, key: str = "") -> ModelShape:
     """Read config.json alone; the weights may lie elsewhere, or be there only later."""
     config_json = folder / "config.json"
     if not config_json.is_file():
-        raise ConfigError(f"model.path={folder}: not a Hugging Face model folder, it has no config.json.")
+        raise ConfigError(f"{key}{folder}: not a Hugging Face model folder, it has no config.json.")
     try:
         raw = json.loads(config_json.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

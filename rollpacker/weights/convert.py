@@ -30,7 +30,7 @@ _RESERVE_BYTES = 64 << 20
 
 def hf_to_megatron(source: str, target: str, on_progress: Progress) -> None:
     """Write the model folder `source` as a Megatron distributed checkpoint that any TP x PP can load."""
-    shape = read_model_shape(source)
+    shape = read_model_shape(source, key="")
     layouts = megatron_layout(shape, 1)
     with SafetensorsFolder(source) as folder:
         _refuse_unknown(folder.names, {n for p in layouts for n in p.hf_names}, source, shape)
