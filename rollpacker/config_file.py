@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rollpacker.config import Config, ConfigError
+from rollpacker.config import Config, ConfigError, every_key
 from rollpacker.config_checks import validate
 
 
@@ -32,8 +32,11 @@ def _mapping_without_duplicates(loader: _StrictLoader, node: yaml.MappingNode) -
 _StrictLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
 
 
-def load_config(path: str, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, apply `section.key=value` overrides, check everything that needs no machine."""
+def load_config(path: str, overrides: list[str] | None = None, *, prompts: str = "data.train_files") -> Config:
+    """Read a YAML file, apply `section.key=value` overrides, check everything that needs no machine.
+
+    `prompts` is the key of the files that the command cannot do without.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
         tree = yaml.load(text, _StrictLoader) or {}
@@ -50,25 +53,26 @@ def load_config(path: str, overrides: list[str] | None = None) -> Config:
     for override in overrides or []:
         _apply_override(tree, override)
     config: Config = _build(Config, tree, "")
-    validate(config)
+    validate(config, prompts)
     return config
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     parts = dotted.strip().split(".")
-    if not equals or len(parts) != 2 or not all(parts):
+    if not equals or len(parts) < 2 or not all(parts):
         raise ConfigError(f"override {override!r}: write section.key=value, for example rollout.n=4.")
     try:
         value = yaml.load(text, _StrictLoader) if text else None
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML.") from error
-    section = tree.setdefault(parts[0], {})
-    if section is None:
-        section = tree[parts[0]] = {}
-    if not isinstance(section, dict):
-        raise ConfigError(f"{parts[0]}: expected keys below it, found {section!r}.")
-    section[parts[1]] = value
+    for depth, name in enumerate(parts[:-1], start=1):
+        if tree.get(name) is None:
+            tree[name] = {}
+        tree = tree[name]
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{'.'.join(parts[:depth])}: expected keys below it, found {tree!r}.")
+    tree[parts[-1]] = value
 
 
 def _build(cls: type, tree: dict[str, Any], prefix: str) -> Any:
@@ -88,7 +92,7 @@ def _build(cls: type, tree: dict[str, Any], prefix: str) -> Any:
 
 
 def _unknown_key(dotted: str, prefix: str, known: list[str]) -> str:
-    everything = {f"{s.name}.{k.name}" for s in dataclasses.fields(Config) for k in _section_fields(s.name)}
+    everything = {name for key, _, _ in every_key() for name in (key, key.rpartition(".")[0])}
     near = difflib.get_close_matches(dotted.rsplit(".", 1)[-1], known, n=1, cutoff=0.6)
     same_leaf = [k for k in sorted(everything) if k.rsplit(".", 1)[-1] == dotted.rsplit(".", 1)[-1]]
     if near:
@@ -98,10 +102,6 @@ def _unknown_key(dotted: str, prefix: str, known: list[str]) -> str:
     else:
         hint = f"Known here: {', '.join(known)}."
     return f"unknown key {dotted}. {hint}"
-
-
-def _section_fields(section: str) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(typing.get_type_hints(Config)[section])
 
 
 def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None) -> Any:
