@@ -54,9 +54,8 @@ class RewardResult:
 def start_forkserver() -> None:
     """Start the process that forks the workers, unless it runs already. Call it before MPI_Init."""
     resource_tracker.ensure_running()  # first: it unblocks signals
-    forkserver.set_forkserver_preload(
-        [scorer.__name__]
-    )  # the standard library only; a worker then starts in 10 ms, not 150
+    # The standard library only; a worker then starts in 10 ms, not 150.
+    forkserver.set_forkserver_preload([scorer.__name__])
     # Slurm signals every process of a job, but only the owner decides: what starts here inherits the blocked signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, scorer.OWNERS_SIGNALS)
     try:

@@ -52,7 +52,8 @@ def load_verifier(verifier: str, function: str | None) -> Verifier:
 
     The answer is what the function `extract_answer(response)` beside the user's reward function gives, if there is one,
     else the whole response; "math" reads the last box. Loading does the slow part (imports, first parse), so that the
-    first score is as quick as the others. The user's file is run in this process. Raises ConfigError for whatever is wrong with it.
+    first score is as quick as the others. The user's file is run in this process. Raises ConfigError for whatever is
+    wrong with it.
     """
     if function is not None:
         return _load_user_function(function)
