@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,9 @@ PARETO_ALPHA = 1.3
 MAX_STEPS = 40
 MAX_DIVISOR = 5
 DIVIDEND_BOUND = 100  # dividends are below it, so two digits always do and all prompts have one length
+
+_SEED_OFFSETS = {"train.jsonl": 1_000_003, "val.jsonl": 2_000_003}  # apart from each other and the warm start
+_MAX_DRAWS = 200_000  # for held-out problems; 64 of them take 3,000
 
 CARELESS = 0.25  # how often the teacher of the warm start gets a subtraction wrong
 
@@ -94,7 +97,31 @@ def data_rows(num_rows: int, seed: int) -> Iterator[dict[str, str]]:
         yield {"prompt": prompt_text(*problem), "answer": answer_text(*problem)}
 
 
-def write_rows(path: Path, num_rows: int, seed: int) -> None:
-    """Write `data_rows` to `path` as JSON lines."""
-    lines = (json.dumps(row) + "\n" for row in data_rows(num_rows, seed))
+def held_out_rows(num_rows: int, seed: int, known: set[str]) -> Iterator[dict[str, str]]:
+    """Give `num_rows` different problems drawn by the same law, none of whose prompts is in `known`.
+
+    Short problems are so few that training has them all, so these are mostly long ones. Raises ValueError where the
+    problems that are left do not suffice.
+    """
+    taken = set(known)
+    rows = data_rows(_MAX_DRAWS, seed)
+    for num_found in range(num_rows):
+        row = next((row for row in rows if row["prompt"] not in taken), None)
+        if row is None:
+            raise ValueError(f"{num_rows} held-out rows: only {num_found} problems are not among the training prompts.")
+        taken.add(row["prompt"])
+        yield row
+
+
+def write_files(folder: Path, num_train: int, num_val: int, seed: int) -> None:
+    """Write the prompt files of a seed: `train.jsonl`, and `val.jsonl` with prompts that training does not have."""
+    train = list(data_rows(num_train, _SEED_OFFSETS["train.jsonl"] + seed))
+    val = held_out_rows(num_val, _SEED_OFFSETS["val.jsonl"] + seed, {row["prompt"] for row in train})
+    write_rows(folder / "train.jsonl", train)
+    write_rows(folder / "val.jsonl", val)
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    """Write rows to `path` as JSON lines."""
+    lines = (json.dumps(row) + "\n" for row in rows)
     path.write_text("".join(lines), encoding="utf-8")

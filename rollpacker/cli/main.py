@@ -6,10 +6,11 @@ import argparse
 import sys
 
 from rollpacker import __version__
+from rollpacker.cli import eval as evaluate
 from rollpacker.cli import train
 from rollpacker.config import ConfigError
 
-_COMMANDS = {"train": train}
+_COMMANDS = {"train": train, "eval": evaluate}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollpacker.config import Config, ConfigError
+from rollpacker.cli import job
+from rollpacker.config import Config
 from rollpacker.config_file import load_config, to_yaml
 from rollpacker.model_shape import check_shapes
 
@@ -22,64 +22,29 @@ HELP = "Train a model by GRPO, one MPI rank per GPU (mpirun -n N rollpacker trai
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/demo_cpu.yaml")
-    parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", help="override a key, for example rollout.n=4"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check config, model, data and shapes, say what would run, and stop"
-    )
-    parser.add_argument("--debug", action="store_true", help="show a traceback for configuration errors too")
+    job.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check everything on every rank, then train."""
-    _prepare_process()
-    from rollpacker.reward.scheduler import start_forkserver
-
-    start_forkserver()  # before MPI_Init: forking afterwards is unsafe on InfiniBand
-    from rollpacker.comm.world import AgreedError, join_world
-
-    world = join_world()
-    try:
-        # What costs nothing is checked before torch is imported, so that a typing error shows at once.
-        config = world.agree(lambda: load_config(arguments.config, arguments.overrides))
-        shape = world.agree(lambda: check_shapes(config, world.size))
-        from rollpacker.runtime.worker import Worker, check
-
-        checked = world.agree(lambda: check(config, world, shape))
-        if world.rank == 0:
-            sys.stdout.write(_describe(config, checked, world, is_dry_run=arguments.dry_run))
-            sys.stdout.flush()
-        if arguments.dry_run:
-            if checked.rewards is not None:
-                checked.rewards.close()
-            return 0
-        worker = Worker(config, world, checked)
-        return _train(worker)
-    except AgreedError:
-        if world.rank == 0 or arguments.debug:
-            raise
-        return 2
-    except ConfigError as error:  # the other ranks may not have seen it: they would wait for this one
-        sys.stderr.write(f"rollpacker train: {error} (seen by rank {world.rank})\n")
-        sys.stderr.flush()
-        world.comm.Abort(2)
-        return 2
+    return job.run_on_ranks(arguments, lambda world: _run(arguments, world))
 
 
-def _prepare_process() -> None:
-    """One OpenMP thread per rank, and silence from libraries that talk to users about themselves; before torch loads."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import logging
-    import warnings
+def _run(arguments: argparse.Namespace, world: World) -> int:
+    # What costs nothing is checked before torch is imported, so that a typing error shows at once.
+    config = world.agree(lambda: load_config(arguments.config, arguments.overrides))
+    shape = world.agree(lambda: check_shapes(config, world.size))
+    from rollpacker.runtime.worker import Worker, check
 
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    checked = world.agree(lambda: check(config, world, shape))
+    if world.rank == 0:
+        sys.stdout.write(_describe(config, checked, world, is_dry_run=arguments.dry_run))
+        sys.stdout.flush()
+    if arguments.dry_run:
+        if checked.rewards is not None:
+            checked.rewards.close()
+        return 0
+    return _train(Worker(config, world, checked))
 
 
 def _train(worker: Worker) -> int:
@@ -92,6 +57,8 @@ def _train(worker: Worker) -> int:
             display.note(f"an earlier run was moved to {worker.moved_aside}")
         display.start()
     try:
+        if config.trainer.val_before_train:
+            worker.backend.validate(0)
         num_steps = run_loop(worker.checked.total_steps, worker.controller, worker.backend)
         is_exported = config.trainer.save_freq > 0 and num_steps % config.trainer.save_freq == 0
         exported = worker.model_folder(num_steps) if num_steps and config.trainer.save_freq else None
@@ -111,6 +78,8 @@ def _summary(worker: Worker, num_steps: int, seconds: float, exported: Path | No
         "metrics": str(run_dir / "metrics.jsonl"),
         "samples": str(run_dir / "samples.jsonl"),
     }
+    if (run_dir / "validation.jsonl").exists():
+        rows["validation"] = str(run_dir / "validation.jsonl")
     if worker.config.profiler.trace:
         rows["trace"] = f"{run_dir / 'events.trace.json'} (open in ui.perfetto.dev)"
     if "tensorboard" in worker.config.trainer.logger:
@@ -132,6 +101,7 @@ def _describe(config: Config, checked: Checked, world: World, *, is_dry_run: boo
         f"model     {config.model.path}: {shape.architecture}, {shape.num_parameters() / 1e6:.1f} M parameters",
         f"prompts   {len(checked.dataset.examples)} usable, {checked.dataset.num_overlong} over "
         f"data.max_prompt_length left out",
+        f"validate  {_describe_validation(config, checked)}",
         f"ranks     {world.size} on {checked.platform.name}",
         f"training  TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size} x "
         f"DP {world.size // model_ranks}, {training.dtype}",
@@ -144,3 +114,15 @@ def _describe(config: Config, checked: Checked, world: World, *, is_dry_run: boo
     if is_dry_run:
         return to_yaml(config) + "\n" + text + "The config is good; nothing was started or written.\n"
     return text + "Building the Megatron model and the vLLM engine; the first step follows in about half a minute.\n"
+
+
+def _describe_validation(config: Config, checked: Checked) -> str:
+    if config.rollout.replay is not None:
+        return "never: rollout.replay has no engine"
+    if checked.validation is None:
+        return "never: data.val_files is empty"
+    test_freq = config.trainer.test_freq
+    when = ["before step 1"] if config.trainer.val_before_train else []
+    when += [f"every {test_freq} steps and at the end"] if test_freq > 0 else []
+    prompts = f"{len(checked.validation.examples)} prompts x {config.rollout.val_kwargs.n} responses"
+    return f"{prompts}, {' and '.join(when) or 'never: trainer.test_freq and val_before_train are off'}"

@@ -33,18 +33,20 @@ class PromptDataset:
     num_overlong: int
 
 
-def load_examples(files: Sequence[str | Path], tokenizer: Tokenizer, *, max_prompt_length: int) -> PromptDataset:
+def load_examples(
+    files: Sequence[str | Path], tokenizer: Tokenizer, *, max_prompt_length: int, key: str = "data.train_files"
+) -> PromptDataset:
     """Read .jsonl files, one JSON object a line, and leave out prompts of more than `max_prompt_length` tokens.
 
-    A row without an id is called `<file stem>:<line>`. Raises ConfigError for whatever is wrong with a file or a row,
-    for an id that stands twice, and where no prompt is short enough.
+    `key` is the config key that lists the files. A row without an id is called `<file stem>:<line>`. Raises ConfigError for
+    whatever is wrong with a file or a row, for an id that stands twice, and where no prompt is short enough.
     """
     examples: list[Example] = []
     seen: dict[str, str] = {}
     shortest: int | None = None
     paths = [Path(file) for file in files]
-    for path, label in zip(paths, _labels(paths), strict=True):
-        for number, raw in _rows(path):
+    for path, label in zip(paths, _labels(paths, key), strict=True):
+        for number, raw in _rows(path, key):
             where = f"{path}:{number}"
             row = parse_row(raw, where)
             prompt_id = row.prompt_id or f"{label}:{number}"
@@ -66,14 +68,12 @@ def load_examples(files: Sequence[str | Path], tokenizer: Tokenizer, *, max_prom
     return PromptDataset(examples, {e.prompt_id: e for e in examples}, num_overlong=len(seen) - len(examples))
 
 
-def _labels(paths: Sequence[Path]) -> list[str]:
+def _labels(paths: Sequence[Path], key: str) -> list[str]:
     """Name each file in default prompt ids: by its stem, or by as much of the path's end as tells all files apart."""
     resolved: dict[Path, Path] = {}
     for path in paths:
         if path.resolve() in resolved:
-            raise ConfigError(
-                f"data.train_files: {path} is the same file as {resolved[path.resolve()]}: list each file once."
-            )
+            raise ConfigError(f"{key}: {path} is the same file as {resolved[path.resolve()]}: list each file once.")
         resolved[path.resolve()] = path
     labels = [path.stem for path in paths]
     num_parts = 1
@@ -83,7 +83,7 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     return labels
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the line number and the JSON object of each line that is not blank."""
     num_rows = 0
     try:
@@ -96,16 +96,14 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     yield number, _parse_line(content, f"{path}:{number}")
     except FileNotFoundError as error:
         raise ConfigError(
-            f"data.train_files: {path}: no such file. Relative paths start at the working directory, {Path.cwd()}."
+            f"{key}: {path}: no such file. Relative paths start at the working directory, {Path.cwd()}."
         ) from error
     except IsADirectoryError as error:
-        raise ConfigError(
-            f"data.train_files: {path} is a directory: expected a .jsonl file; list the files in it."
-        ) from error
+        raise ConfigError(f"{key}: {path} is a directory: expected a .jsonl file; list the files in it.") from error
     except OSError as error:
-        raise ConfigError(f"data.train_files: cannot read {path}: {error.strerror}.") from error
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}.") from error
     if num_rows == 0:
-        raise ConfigError(f"data.train_files: {path} is empty: expected one JSON object per line.")
+        raise ConfigError(f"{key}: {path} is empty: expected one JSON object per line.")
 
 
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
