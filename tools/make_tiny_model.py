@@ -349,7 +349,7 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Path, dict[str, Any]]:
     add("--out", type=Path, required=True, metavar="DIR", default=default, help="the folder to make")
     add("--seed", type=int, default=0, help="of weights, warm start and prompt files")
     add("--train-rows", type=int, default=2048, help="rows of train.jsonl")
-    add("--val-rows", type=int, default=64, help="rows of val.jsonl, none of them in train.jsonl")
+    add("--val-rows", type=int, default=64, help="rows of val.jsonl, a quarter of them not in train.jsonl")
     add("--eval-samples", type=int, default=512, help="problems on which the result is measured")
     add = parser.add_argument_group("warm start (one of)").add_mutually_exclusive_group().add_argument
     add("--max-steps", type=int, default=500, metavar="N", help="N optimizer steps")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HELP = "Score a model on data.val_files: avg@k, maj@k, pass@k (mpirun -n N rollpacker eval CONFIG, srun, or alone)."
 _PROGRESS_EVERY_S = 0.25
+_WIDTH = 240  # where the output is no terminal: nothing is cut off
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +123,7 @@ def _print_table(config: Config, row: Row) -> None:
         table.add_row(domain, f"{count:,}", *(f"{core[domain, metric]:.4f}" for metric in metrics))
     is_terminal, width = is_user_terminal()
     console = Console(
-        file=sys.stdout, force_terminal=is_terminal, width=width, highlight=False, emoji=False, markup=False
+        file=sys.stdout, force_terminal=is_terminal, width=width or _WIDTH, highlight=False, emoji=False, markup=False
     )
     console.print(table)
     console.print(

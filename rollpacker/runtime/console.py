@@ -26,6 +26,8 @@ _WINDOW = 10
 """Steps of the moving mean, of the time left, and of the comparison at the end."""
 _DECODING = (GEN, TESTING)
 _REFRESHES_PER_S = 4
+_MAX_DOMAINS = 4
+"""Of validation prompts that are named in its line."""
 _PROGRESS_EVERY_S = 0.5
 """Progress takes half of the refreshes, so that a new stage never has to wait for its turn."""
 _DEFAULT_WIDTH = 80
@@ -324,14 +326,22 @@ def _step_line(status: _Status) -> str:
 
 
 def _validation_line(row: Mapping[str, Any], total: int | None) -> str:
-    """`val   20/60  avg@4 0.61  maj@4 0.70  pass@4 0.83  64 prompts  2.1 s`, over all domains; one response: avg@1 only."""
-    core = {name.removeprefix("val-core/"): value for name, value in row.items() if name.startswith("val-core/")}
-    overall = {name: value for name, value in core.items() if name.startswith("all/")} or core
-    values = {name.rpartition("/")[2]: value for name, value in overall.items()}
-    n = max(int(name.partition("@")[2]) for name in values)
-    shown = "  ".join(f"{m}@{n} {_decimal(values[f'{m}@{n}'])}" for m in ("avg", "maj", "pass")[: 1 if n == 1 else 3])
+    """`val   20/60  avg@4 0.61 (code 0.50, maths 0.72)  maj@4 0.70  pass@4 0.83  64 prompts  2.1 s`.
+
+    Over all prompts, and the mean score of each domain where there are a few; of single responses avg@1 says it all.
+    """
+    by_metric: dict[str, dict[str, float]] = {}
+    for name, value in row.items():
+        if name.startswith("val-core/"):
+            domain, _, metric = name.removeprefix("val-core/").rpartition("/")
+            by_metric.setdefault(metric, {})[domain] = value
+    n = max(int(metric.partition("@")[2]) for metric in by_metric)
+    parts = [f"{m}@{n} {_decimal(list(by_metric[f'{m}@{n}'].values())[-1])}" for m in ("avg", "maj", "pass")]
+    domains = list(by_metric[f"avg@{n}"].items())[:-1]  # the last is over all prompts
+    if 0 < len(domains) <= _MAX_DOMAINS:
+        parts[0] += f" ({', '.join(f'{domain} {_decimal(value)}' for domain, value in domains)})"
     size = f"{row['num_prompts']:,} prompts  {row['timing_s/testing']:.1f} s"
-    return f"val  {_of_total(row['step'], total)}  {shown}  {size}"
+    return f"val  {_of_total(row['step'], total)}  {'  '.join(parts[: 1 if n == 1 else 3])}  {size}"
 
 
 def _numbers(status: _Status) -> str:

@@ -13,19 +13,17 @@ from torch import Tensor
 from rollpacker.comm.world import World, init_torch_distributed
 from rollpacker.config import Config, ConfigError
 from rollpacker.model_shape import ModelShape
-from rollpacker.runtime.dump import check_validation_dump
+from rollpacker.runtime.dump import EVAL_DUMP, check_validation_dump
 from rollpacker.runtime.inference import InferenceInputs, build_engine, build_validator, check_inference
 from rollpacker.runtime.metrics import append_validation
 from rollpacker.runtime.validation import Row
 from rollpacker.weights.hf import SafetensorsFolder
 from rollpacker.weights.layout import megatron_layout
 
-_DUMP = "eval"
-
 
 def check(config: Config, world: World, shape: ModelShape) -> InferenceInputs:
     """Everything that a user may have got wrong, on every rank. Raises ConfigError."""
-    check_validation_dump(config.trainer.validation_data_dir, _DUMP)
+    check_validation_dump(config.trainer.validation_data_dir, EVAL_DUMP)
     run_dir = Path(config.trainer.default_local_dir)
     in_the_way = next((p for p in (run_dir, *run_dir.parents) if p.exists()), run_dir)
     if not in_the_way.is_dir():
@@ -46,12 +44,8 @@ def evaluate(
     world.agree(lambda: engine.load_weights(_read_weights(config.model.path, inputs.shape), 0))
     validator = build_validator(config, world, inputs, engine, on_progress)
     assert validator is not None, "load_config has seen to data.val_files"
-    report = validator.run(0, None, dump=_DUMP)
-    if report is None:
-        return None
-    # Not a step of a run: the model's path says which weights these are.
-    row = report.row | {"step": None}
-    return append_validation(Path(config.trainer.default_local_dir), row)
+    report = validator.run(None, None)
+    return None if report is None else append_validation(Path(config.trainer.default_local_dir), report.row)
 
 
 def _read_weights(folder: str, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:

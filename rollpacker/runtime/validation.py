@@ -79,14 +79,14 @@ class Validator:
         self._controller = self._build_controller()
         self._num_requests = self._num_finished = self._num_tokens = 0
 
-    def run(self, step: int, weight_version: int | None, dump: str | None = None) -> ValidationReport | None:
+    def run(self, step: int | None, weight_version: int | None) -> ValidationReport | None:
         """Validate the engine's weights; the report on rank 0. Collective; the engine must be awake and empty.
 
-        `dump` names the file in trainer.validation_data_dir, the step if None.
+        Both are None where the weights are not those of a run's step.
         """
         start_s = self._world.now()
         self._controller = self._build_controller()
-        run_round(step, self._controller, self)
+        run_round(step or 0, self._controller, self)
         self._engine.forget_prefixes()
         groups = self._controller.finish_step().groups
         gathered = self._world.comm.gather(self._report())
@@ -96,7 +96,7 @@ class Validator:
         if self._config.trainer.validation_data_dir is not None:
             texts = {index: text for rank in gathered for index, text in rank.texts.items()}
             rows = self._dump_rows(step, groups, answers, texts)
-            write_validation_dump(self._config.trainer.validation_data_dir, dump or str(step), rows)
+            write_validation_dump(self._config.trainer.validation_data_dir, step, rows)
         row: Row = {"step": step, "weight_version": weight_version, "model_path": self._config.model.path}
         row |= self._metrics(groups, answers)
         row["timing_s/testing"] = self._world.now() - start_s
@@ -164,7 +164,7 @@ class Validator:
         }
 
     def _dump_rows(
-        self, step: int, groups: Sequence[Group], answers: dict[int, str | None], texts: dict[int, str]
+        self, step: int | None, groups: Sequence[Group], answers: dict[int, str | None], texts: dict[int, str]
     ) -> Iterator[dict[str, Any]]:
         for group in groups:
             example = self._dataset.by_id[group.prompt.prompt_id]

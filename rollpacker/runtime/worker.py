@@ -106,7 +106,7 @@ def _check_folders(config: Config) -> None:
         raise ConfigError(
             f"trainer.rollout_data_dir={dump} holds the steps of an earlier run. Remove them, or choose another folder."
         )
-    check_validation_dump(config.trainer.validation_data_dir, "[0-9]*")
+    check_validation_dump(config.trainer.validation_data_dir, "[0-9]*.jsonl")
 
 
 def _total_steps(config: Config, num_prompts: int, replay: ReplayRollout | None) -> int:
