@@ -106,6 +106,7 @@ class WandbRun:
         import wandb
 
         self._say = say
+        self._teardown = wandb.teardown
         settings = wandb.Settings(
             silent=True, console="off", init_timeout=init_timeout_s, finish_timeout=_FINISH_TIMEOUT_S
         )
@@ -129,10 +130,10 @@ class WandbRun:
             self._call("stopped", lambda: run.log(dict(values), step=step) or run)
 
     def close(self) -> None:
-        """End the run; waits a minute at most for what is still to be sent."""
+        """End the run and wandb's process, so that all is on disk; waits a minute at most for what is still to be sent."""
         if self._run is not None:
-            run, self._run = self._run, None
-            self._call("did not finish", run.finish)
+            run = self._run
+            self._call("did not finish", lambda: run.finish() or self._teardown())
 
     def _call(self, failure: str, call: Callable[[], Any]) -> None:
         """The run is what `call` gives, or gone with a message if it fails."""
