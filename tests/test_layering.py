@@ -34,6 +34,7 @@ PURE = (
     "data/tasks.py",
     "profiling/bubbles.py",
     "profiling/trace.py",
+    "runtime/val_core.py",
     "weights/layout.py",
 )
 PURE_THIRD_PARTY = {"config_file.py": {"yaml"}}
