@@ -35,6 +35,7 @@ def run_ours(steps: int, folder: Path) -> dict[str, Any]:
     """One run of the demo with a constant learning rate; its rows of metrics and the counters of its trace."""
     command = [*MPIRUN, sys.executable, "-m", "rollpacker", "train", CONFIG, f"trainer.total_training_steps={steps}"]
     settings = [f"trainer.default_local_dir={folder}", "training.lr_decay_style=constant", "trainer.save_freq=0"]
+    settings += ["trainer.test_freq=-1", "trainer.val_before_train=false"]
     subprocess.run([*command, *settings], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
     events = json.loads((folder / "events.trace.json").read_text())["traceEvents"]

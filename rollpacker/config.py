@@ -6,6 +6,9 @@ Standard library only, so that a login node without torch or MPI can check a con
 
 from __future__ import annotations
 
+import dataclasses
+import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,13 +38,23 @@ class DataConfig:
     """Prompts: where they are, how many a step takes, how long they and their responses may be."""
 
     train_files: list[str] = key([], "Prompt files (.jsonl, .parquet); relative paths start at the working directory.")
-    val_files: list[str] = key([], "Prompt files for validation, of the same formats; their domains are not weighted.")
+    val_files: list[str] = key([], "Prompt files for validation and `rollpacker eval`; empty = no validation.")
     domains: dict[str, float] = key({}, "Weights by which prompts are drawn, domain: weight; {} = as they come.")
     train_batch_size: int = key(128, "Prompts per optimizer step (P0 of the paper).")
     max_prompt_length: int = key(1024, "Longest prompt, in tokens; longer ones are left out and counted.")
     max_response_length: int = key(8192, "Length cap of a response, in tokens.")
     shuffle: bool = key(True, "Shuffle the prompts anew in each epoch.")
     seed: int | None = key(None, "Seed of the prompt order; null = trainer.seed.")
+
+
+@dataclass(frozen=True)
+class ValKwargsConfig:
+    """How validation samples; lengths and engines are those of the rollout."""
+
+    n: int = key(1, "Responses per validation prompt: the k of avg@k and maj@k.")
+    temperature: float = key(0.0, "Sampling temperature of validation; 0 = greedy.")
+    top_p: float = key(1.0, "Nucleus sampling of validation.")
+    top_k: int = key(-1, "Top-k sampling of validation; -1 = off.")
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,7 @@ class RolloutConfig:
     )
     quantum_ms: float = key(50.0, "Time between two event exchanges, in milliseconds.")
     replay: str | None = key(None, "Train on this dump (trainer.rollout_data_dir of a run) instead of generating.")
+    val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
 
 
 @dataclass(frozen=True)
@@ -181,9 +195,17 @@ class TrainerConfig:
     default_local_dir: str = key("outputs/run", "Run directory; an earlier run there is moved aside.")
     rollout_data_dir: str | None = key(None, "Dump each round's samples here, for rollout.replay.")
     save_freq: int = key(-1, "Export the model every so many steps and at the end; -1 = at the end only, 0 = never.")
+    test_freq: int = key(-1, "Validate on data.val_files every so many steps and at the end; -1 and 0 = never.")
+    val_before_train: bool = key(True, "Validate once more before the first step, where data.val_files are given.")
+    validation_data_dir: str | None = key(None, "Dump each validation's responses here, one .jsonl per validation.")
     logger: list[str] = key(["console", "tensorboard"], "Where metrics go besides metrics.jsonl.")
-    project_name: str = key("rollpacker", "Name of the run, shown at its start.")
-    experiment_name: str = key("run", "Name of the run, shown at its start.")
+    wandb_mode: str = key(
+        "online",
+        "offline = only to files in the run directory, for `wandb sync`; so, too, where no server answers at the start.",
+        ("online", "offline"),
+    )
+    project_name: str = key("rollpacker", "Project of the run, shown at its start and given to wandb.")
+    experiment_name: str = key("run", "Name of the run, shown at its start and given to wandb.")
     seed: int = key(0, "Seed of everything that is drawn.")
     deterministic: bool = key(False, "Virtual time, fixed quanta: the same metrics twice for the same seed.")
     device: str = key("auto", "What the ranks run on.", ("auto", "cpu", "cuda"))
@@ -219,3 +241,14 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+
+
+def every_key(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Each key's dotted name, its field and its type, in the order of declaration, however deep it stands."""
+    hints = typing.get_type_hints(cls)
+    for declared in dataclasses.fields(cls):
+        hint = hints[declared.name]
+        if dataclasses.is_dataclass(hint):
+            yield from every_key(typing.cast(type, hint), f"{prefix}{declared.name}.")
+        else:
+            yield f"{prefix}{declared.name}", declared, hint

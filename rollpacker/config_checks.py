@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 from rollpacker.config import Config, ConfigError
 
@@ -11,6 +13,9 @@ _AT_LEAST: dict[str, float] = {
     "data.train_batch_size": 1,
     "data.max_prompt_length": 1,
     "data.max_response_length": 1,
+    "rollout.val_kwargs.n": 1,
+    "rollout.val_kwargs.temperature": 0,
+    "rollout.val_kwargs.top_k": -1,
     "rollout.tensor_model_parallel_size": 1,
     "rollout.max_num_seqs": 1,
     "rollout.quantum_ms": 1,
@@ -45,25 +50,35 @@ _AT_LEAST: dict[str, float] = {
     "trainer.total_epochs": 1,
     "trainer.total_training_steps": 1,
     "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
     "trainer.collective_timeout_s": 1,
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 1,
     "trainer.gpu_memory_gib": 1,
 }
-_LOGGERS = ("console", "tensorboard")
+_LOGGERS = ("console", "tensorboard", "wandb")
 
 
-def validate(config: Config) -> None:
-    """Refuse what no machine could run: values out of range and keys that contradict each other."""
+def value_of(config: Config, dotted: str) -> Any:
+    """The value of a key by its dotted name, `rollout.val_kwargs.n` for example."""
+    return functools.reduce(getattr, dotted.split("."), config)
+
+
+def validate(config: Config, prompts: str = "data.train_files") -> None:
+    """Refuse what no machine could run: values out of range and keys that contradict each other.
+
+    `prompts` is the key of the files that the command cannot do without.
+    """
     for dotted, bound in _AT_LEAST.items():
-        section, leaf = dotted.split(".")
-        value = getattr(getattr(config, section), leaf)
+        value = value_of(config, dotted)
         if value is not None and value < bound:
             raise ConfigError(f"{dotted}={value}: must be at least {bound:g}.")
     if not config.model.path:
         raise ConfigError("model.path is not set: name the Hugging Face folder of the model to train.")
-    if not config.data.train_files:
-        raise ConfigError("data.train_files is empty: name at least one .jsonl or .parquet file of prompts.")
+    if not value_of(config, prompts):
+        raise ConfigError(
+            f"{prompts} is empty: name at least one .jsonl or .parquet file of prompts, {prompts}=[prompts.jsonl]."
+        )
     _validate_domains(config.data.domains)
     for logger in config.trainer.logger:
         if logger not in _LOGGERS:
@@ -88,8 +103,14 @@ def _validate_sampling(config: Config) -> None:
             f"rollout.temperature={rollout.temperature:g}: must be above 0. Greedy responses are all alike, so a "
             "group has no advantage to learn from; use a temperature near 1."
         )
+    if rollout.val_kwargs.n > 1 and rollout.val_kwargs.temperature == 0:
+        raise ConfigError(
+            f"rollout.val_kwargs.n={rollout.val_kwargs.n} with temperature=0: greedy responses are all alike, so more "
+            "than one says nothing new. Set rollout.val_kwargs.temperature above 0, or n=1."
+        )
     for dotted, value in (
         ("rollout.top_p", rollout.top_p),
+        ("rollout.val_kwargs.top_p", rollout.val_kwargs.top_p),
         ("rollout.gpu_memory_utilization", rollout.gpu_memory_utilization),
     ):
         if not 0 < value <= 1:

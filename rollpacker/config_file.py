@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rollpacker.config import Config, ConfigError
+from rollpacker.config import Config, ConfigError, every_key
 from rollpacker.config_checks import validate
 
 _BASE = "base"
@@ -36,10 +36,11 @@ def _mapping_without_duplicates(loader: _StrictLoader, node: yaml.MappingNode) -
 _StrictLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
 
 
-def load_config(path: str, overrides: list[str] | None = None) -> Config:
+def load_config(path: str, overrides: list[str] | None = None, *, prompts: str = "data.train_files") -> Config:
     """Read a YAML file, lay further files and `section.key=value` overrides on it, check what needs no machine.
 
-    A word of `overrides` that ends in .yaml is a file to lay on top: a recipe, for example.
+    A word of `overrides` that ends in .yaml is a file to lay on top: a recipe, for example. `prompts` is the key of the files
+    that the command cannot do without.
     """
     tree = _read_with_base(Path(path), ())
     for word in overrides or []:
@@ -50,7 +51,7 @@ def load_config(path: str, overrides: list[str] | None = None) -> Config:
         else:
             _apply_override(tree, word)
     config: Config = _build(Config, tree, "")
-    validate(config)
+    validate(config, prompts)
     return config
 
 
@@ -102,18 +103,19 @@ def _lay_on(tree: dict[str, Any], overlay: dict[str, Any]) -> None:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     parts = dotted.strip().split(".")
-    if not equals or len(parts) != 2 or not all(parts):
+    if not equals or len(parts) < 2 or not all(parts):
         raise ConfigError(f"override {override!r}: write section.key=value, for example rollout.n=4.")
     try:
         value = yaml.load(text, _StrictLoader) if text else None
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML.") from error
-    section = tree.setdefault(parts[0], {})
-    if section is None:
-        section = tree[parts[0]] = {}
-    if not isinstance(section, dict):
-        raise ConfigError(f"{parts[0]}: expected keys below it, found {section!r}.")
-    section[parts[1]] = value
+    for depth, name in enumerate(parts[:-1], start=1):
+        if tree.get(name) is None:
+            tree[name] = {}
+        tree = tree[name]
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{'.'.join(parts[:depth])}: expected keys below it, found {tree!r}.")
+    tree[parts[-1]] = value
 
 
 def _build(cls: type, tree: dict[str, Any], prefix: str) -> Any:
@@ -133,7 +135,7 @@ def _build(cls: type, tree: dict[str, Any], prefix: str) -> Any:
 
 
 def _unknown_key(dotted: str, prefix: str, known: list[str]) -> str:
-    everything = {f"{s.name}.{k.name}" for s in dataclasses.fields(Config) for k in _section_fields(s.name)}
+    everything = {name for key, _, _ in every_key() for name in (key, key.rpartition(".")[0])}
     near = difflib.get_close_matches(dotted.rsplit(".", 1)[-1], known, n=1, cutoff=0.6)
     same_leaf = [k for k in sorted(everything) if k.rsplit(".", 1)[-1] == dotted.rsplit(".", 1)[-1]]
     if near:
@@ -143,10 +145,6 @@ def _unknown_key(dotted: str, prefix: str, known: list[str]) -> str:
     else:
         hint = f"Known here: {', '.join(known)}."
     return f"unknown key {dotted}. {hint}"
-
-
-def _section_fields(section: str) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(typing.get_type_hints(Config)[section])
 
 
 def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None) -> Any:

@@ -9,8 +9,8 @@ from rollpacker.messages import Action, Event, RoundPlan, UpdatePlan
 from rollpacker.policy.controller import StepController
 
 
-class Backend(Protocol):
-    """What carries decisions out: engines, rewards, gradients and weights, real or simulated."""
+class Round(Protocol):
+    """What carries a rollout out: engines and rewards, real or simulated; for training and for validation."""
 
     def launch(self, plan: RoundPlan) -> None:
         """Hand the round's requests to the engines."""
@@ -21,6 +21,10 @@ class Backend(Protocol):
     def apply(self, action: Action) -> None:
         """Carry out one action."""
 
+
+class Backend(Round, Protocol):
+    """What carries a whole step out: a rollout, then gradients and weights."""
+
     def apply_update(self, update: UpdatePlan) -> None:
         """Train on the step's groups: one optimizer step, one global normaliser."""
 
@@ -28,8 +32,8 @@ class Backend(Protocol):
         """Refit: training shards to rollout shards."""
 
 
-def run_step(step: int, controller: StepController, backend: Backend) -> bool:
-    """Run one step; False when nothing is left to train."""
+def run_round(step: int, controller: StepController, backend: Round) -> bool:
+    """Run the rollout of a step; False when no prompt is left."""
     plan = controller.begin_step(step)  # (1) short or long round, which prompts   (2) rollout TP size
     if plan is None:
         return False
@@ -37,6 +41,13 @@ def run_step(step: int, controller: StepController, backend: Backend) -> bool:
     for event in backend.events():  # (3) rewards   (4) scale-down   (5) streamed training
         for action in controller.on(event):
             backend.apply(action)
+    return True
+
+
+def run_step(step: int, controller: StepController, backend: Backend) -> bool:
+    """Run one step; False when nothing is left to train."""
+    if not run_round(step, controller, backend):
+        return False
     backend.apply_update(controller.finish_step())  # (6) one optimizer step, one global normaliser
     backend.sync_weights()  # (7) refit: Megatron shards -> vLLM shards
     return True

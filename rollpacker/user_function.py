@@ -44,12 +44,17 @@ def load_user_function(key: str, spec: str, signature: str) -> Callable[..., Any
     return function
 
 
+def user_module_name(key: str) -> str:
+    """The name in `sys.modules` of the file that was loaded for `key`: what else it defines can be found there."""
+    return "rollpacker_" + key.replace(".", "_")
+
+
 def _run_file(path: Path, key: str, spec: str) -> ModuleType:
     """Import the user's file as a module; the files beside it can be imported from it, as from a script."""
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    module_name = "rollpacker_" + key.replace(".", "_")
+    module_name = user_module_name(key)
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"{key}={spec}: {path} is not a Python file; expected path.py:name.")

@@ -38,6 +38,7 @@ PURE = (
     "data/tasks.py",
     "profiling/bubbles.py",
     "profiling/trace.py",
+    "runtime/val_core.py",
     "weights/layout.py",
 )
 # pyarrow only when a parquet file is named: it is in HEAVY, so importing data/files.py must not load it.

@@ -10,10 +10,11 @@ Standard library only.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ PARETO_ALPHA = 1.3
 MAX_STEPS = 40
 MAX_DIVISOR = 5
 DIVIDEND_BOUND = 100  # dividends are below it, so two digits always do and all prompts have one length
+
+_SEED_OFFSETS = {"train.jsonl": 1_000_003, "val.jsonl": 2_000_003}  # apart from each other and the warm start
+_MAX_DRAWS = 200_000  # of validation problems; 64 unseen ones take 3,000
 
 CARELESS = 0.25  # how often the teacher of the warm start gets a subtraction wrong
 
@@ -79,11 +83,13 @@ def score(response: str, *, prompt: str, ground_truth: str, finish_reason: str, 
     their values are not judged.
     """
     del prompt, unused  # the ground truth says it all
+    return float(finish_reason == "stop" and extract_answer(response) == ground_truth)
+
+
+def extract_answer(response: str) -> str | None:
+    """Read quotient#remainder, `7#5`, out of a response; None where it is not of that form. For the vote of maj@k."""
     found = _RESPONSE.fullmatch(response)
-    if found is None or finish_reason != "stop":
-        return 0.0
-    num_steps = found["steps"].count(",") + 1
-    return float(f"{num_steps}#{found['remainder']}" == ground_truth)
+    return found and f"{found['steps'].count(',') + 1}#{found['remainder']}"
 
 
 def data_rows(num_rows: int, seed: int) -> Iterator[dict[str, str]]:
@@ -94,7 +100,41 @@ def data_rows(num_rows: int, seed: int) -> Iterator[dict[str, str]]:
         yield {"prompt": prompt_text(*problem), "answer": answer_text(*problem)}
 
 
-def write_rows(path: Path, num_rows: int, seed: int) -> None:
-    """Write `data_rows` to `path` as JSON lines."""
-    lines = (json.dumps(row) + "\n" for row in data_rows(num_rows, seed))
+def unseen_rows(num_rows: int, seed: int, known: set[str]) -> Iterator[dict[str, str]]:
+    """Give `num_rows` different problems drawn by the same law, none of whose prompts is in `known`.
+
+    Raises ValueError where the problems that are left do not suffice.
+    """
+    taken = set(known)
+    rows = data_rows(_MAX_DRAWS, seed)
+    for num_found in range(num_rows):
+        row = next((row for row in rows if row["prompt"] not in taken), None)
+        if row is None:
+            raise ValueError(f"{num_rows} unseen rows: only {num_found} problems are not among the training prompts.")
+        taken.add(row["prompt"])
+        yield row
+
+
+def val_rows(num_rows: int, seed: int, known: set[str]) -> Iterator[dict[str, str]]:
+    """Give validation rows in two domains: three quarters "seen", as often as the law has them, and a quarter "unseen".
+
+    There are fewer than 400 problems, so training has all short ones: what it has not is held out, and long.
+    """
+    num_unseen = num_rows // 4
+    seen = (row for row in data_rows(_MAX_DRAWS, seed) if row["prompt"] in known)
+    yield from ({**row, "domain": "seen"} for row in itertools.islice(seen, num_rows - num_unseen))
+    yield from ({**row, "domain": "unseen"} for row in unseen_rows(num_unseen, seed, known))
+
+
+def write_files(folder: Path, num_train: int, num_val: int, seed: int) -> None:
+    """Write the prompt files of a seed: `train.jsonl`, and `val.jsonl` with other draws of the same law."""
+    train = list(data_rows(num_train, _SEED_OFFSETS["train.jsonl"] + seed))
+    val = val_rows(num_val, _SEED_OFFSETS["val.jsonl"] + seed, {row["prompt"] for row in train})
+    write_rows(folder / "train.jsonl", train)
+    write_rows(folder / "val.jsonl", val)
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    """Write rows to `path` as JSON lines."""
+    lines = (json.dumps(row) + "\n" for row in rows)
     path.write_text("".join(lines), encoding="utf-8")

@@ -20,11 +20,12 @@ _HEAD = """# Configuration
 
 Made from `rollpacker/config.py` by `python tools/describe_config.py > docs/configuration.md`; do not edit this page.
 
-`rollpacker train CONFIG.yaml [section.key=value ...]` reads a YAML file with one mapping for each section below; what
-the command line overrides comes last. A word that ends in `.yaml` is a file to lay on top (`configs/recipes/`); `base:
-FILE` at the top of a file names the one it builds on. An unknown key is an error that names the nearest known one.
-With `--dry-run` the command checks everything, estimates the GPU memory ([memory](memory.md)) and stops; it needs
-neither the GPUs nor the ranks of the job. A run writes its resolved config to `config.yaml` in its run directory.
+`rollpacker train CONFIG.yaml [section.key=value ...]` reads a YAML file with one mapping for each section below, and so does
+`rollpacker eval`; what the command line overrides comes last. A word that ends in `.yaml` is a file to lay on top
+(`configs/recipes/`); `base: FILE` at the top of a file names the one it builds on. An unknown key is an error that names
+the nearest known one. With `--dry-run` the commands check everything and stop; that of `train` estimates the GPU memory
+([memory](memory.md)) and needs neither the GPUs nor the ranks of the job. A run writes its resolved config to
+`config.yaml` in its run directory.
 """
 
 _TYPES = {
@@ -36,6 +37,8 @@ _TYPES = {
     dict[str, float]: "mapping of text to numbers",
 }
 
+_MUST_BE_SET = ("model.path", "data.train_files")
+
 # The values a key really takes where its type and bound say too much, and one that is refused.
 NARROWER: dict[str, tuple[str, Any]] = {
     "model.path": ("text", ""),
@@ -45,7 +48,8 @@ NARROWER: dict[str, tuple[str, Any]] = {
     "rollout.temperature": ("number above 0", 0.0),
     "rollout.top_p": ("number above 0, at most 1", 0.0),
     "training.sequence_parallel": ("`false`", True),
-    "trainer.logger": ("list of `console`, `tensorboard`", ["paper"]),
+    "rollout.val_kwargs.top_p": ("number above 0, at most 1", 0.0),
+    "trainer.logger": ("list of `console`, `tensorboard`, `wandb`", ["paper"]),
 }
 ACROSS_KEYS: tuple[tuple[str, str, Any], ...] = (
     (
@@ -65,6 +69,7 @@ ACROSS_KEYS: tuple[tuple[str, str, Any], ...] = (
         "training.context_parallel_size",
         5,
     ),
+    ("`rollout.val_kwargs.n` is 1 where `rollout.val_kwargs.temperature` is 0 (greedy).", "rollout.val_kwargs.n", 4),
     ("`training.min_lr` is at most `training.lr`.", "training.min_lr", 1.0),
 )
 
@@ -94,27 +99,19 @@ def page() -> str:
 
 
 def _section(name: str, section: type) -> Iterator[str]:
-    hints = typing.get_type_hints(section)
     yield f"## {name}\n"
     yield f"{section.__doc__}\n"
     yield "| key | default | meaning | allowed values |"
     yield "|---|---|---|---|"
-    for key in dataclasses.fields(section):
-        cells = (
-            f"`{name}.{key.name}`",
-            _default(name, key),
-            key.metadata["help"],
-            _allowed(name, key, hints[key.name]),
-        )
+    for dotted, key, hint in config.every_key(section, f"{name}."):
+        cells = (f"`{dotted}`", _default(dotted, key), key.metadata["help"], _allowed(dotted, key, hint))
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
     yield ""
 
 
-def _default(section: str, key: dataclasses.Field[Any]) -> str:
-    """The default; a key whose default is refused must be set."""
+def _default(dotted: str, key: dataclasses.Field[Any]) -> str:
     value = key.default if key.default_factory is dataclasses.MISSING else key.default_factory()
-    is_refused = NARROWER.get(f"{section}.{key.name}", ("", None))[1] == value and value is not None
-    return "(must be set)" if is_refused else f"`{_yaml(value)}`"
+    return "(must be set)" if dotted in _MUST_BE_SET else f"`{_yaml(value)}`"
 
 
 def _yaml(value: Any) -> str:
@@ -128,14 +125,14 @@ def _yaml(value: Any) -> str:
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def _allowed(section: str, key: dataclasses.Field[Any], hint: Any) -> str:
-    if f"{section}.{key.name}" in NARROWER:
-        return NARROWER[f"{section}.{key.name}"][0]
+def _allowed(dotted: str, key: dataclasses.Field[Any], hint: Any) -> str:
+    if dotted in NARROWER:
+        return NARROWER[dotted][0]
     if key.metadata["choices"] is not None:
         return ", ".join(f"`{_yaml(choice)}`" for choice in key.metadata["choices"])
     arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     text = next(_TYPES[arm] for arm in arms if arm is not type(None))
-    bound = config_checks._AT_LEAST.get(f"{section}.{key.name}")
+    bound = config_checks._AT_LEAST.get(dotted)
     if bound is not None:
         text += f", at least {bound:g}"
     return text + (", or null" if type(None) in arms else "")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollpacker.cli import dry_run
+from rollpacker.cli import dry_run, job
 from rollpacker.config import Config, ConfigError
 from rollpacker.config_checks import job_size, missing_features
 from rollpacker.config_file import load_config
@@ -28,60 +27,37 @@ HELP = "Train a model by GRPO, one MPI rank per GPU (mpirun -n N rollpacker trai
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/demo_cpu.yaml")
-    parser.add_argument(
-        "overrides",
-        metavar="section.key=value",
-        nargs="*",
-        help="override a key (rollout.n=4), or lay another file on top (configs/recipes/dapo.yaml)",
+    job.add_arguments(
+        parser,
+        dry_run="check config, model, data, shapes and GPU memory, say what would run, and stop; needs one rank and no GPU",
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check config, model, data, shapes and GPU memory, say what would run, and stop; needs one rank and no GPU",
-    )
-    parser.add_argument("--debug", action="store_true", help="show a traceback for configuration errors too")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check everything on every rank, then train."""
-    _prepare_process()
-    from rollpacker.reward.scheduler import start_forkserver
+    return job.run_on_ranks(arguments, lambda world: _run(arguments, world))
 
-    start_forkserver()  # before MPI_Init: forking afterwards is unsafe on InfiniBand
-    from rollpacker.comm.world import AgreedError, join_world
 
-    world = join_world()
-    try:
-        # What costs nothing is checked before torch is imported, so that a typing error shows at once.
-        config = world.agree(lambda: load_config(arguments.config, arguments.overrides))
-        world_size = world.agree(lambda: job_size(config, world.size, is_dry_run=arguments.dry_run))
-        world.agree(lambda: _check_before_shapes(config, is_dry_run=arguments.dry_run))
-        shape = world.agree(lambda: check_shapes(config, world_size))
-        from rollpacker.runtime.worker import Worker, check
+def _run(arguments: argparse.Namespace, world: World) -> int:
+    # What costs nothing is checked before torch is imported, so that a typing error shows at once.
+    config = world.agree(lambda: load_config(arguments.config, arguments.overrides))
+    world_size = world.agree(lambda: job_size(config, world.size, is_dry_run=arguments.dry_run))
+    world.agree(lambda: _check_before_shapes(config, is_dry_run=arguments.dry_run))
+    shape = world.agree(lambda: check_shapes(config, world_size))
+    from rollpacker.runtime.worker import Worker, check
 
-        checked = world.agree(lambda: check(config, world, shape, is_dry_run=arguments.dry_run))
-        if arguments.dry_run:
-            return _report_dry_run(config, checked, world, world_size)
-        if world.rank == 0:
-            sys.stdout.write(_describe(config, checked, world_size))
-            for problem in dry_run.problems(config, dry_run.estimate_for(config, checked, world_size)):
-                sys.stdout.write(f"Warning: {problem}\n")
-            sys.stdout.write(
-                "Building the Megatron model and the vLLM engine; the first step follows in about half a minute.\n"
-            )
-            sys.stdout.flush()
-        worker = Worker(config, world, checked)
-        return _train(worker)
-    except AgreedError:
-        if world.rank == 0 or arguments.debug:
-            raise
-        return 2
-    except ConfigError as error:  # the other ranks may not have seen it: they would wait for this one
-        sys.stderr.write(f"rollpacker train: {error} (seen by rank {world.rank})\n")
-        sys.stderr.flush()
-        world.comm.Abort(2)
-        return 2
+    checked = world.agree(lambda: check(config, world, shape, is_dry_run=arguments.dry_run))
+    if arguments.dry_run:
+        return _report_dry_run(config, checked, world, world_size)
+    if world.rank == 0:
+        sys.stdout.write(_describe(config, checked, world_size))
+        for problem in dry_run.problems(config, dry_run.estimate_for(config, checked, world_size)):
+            sys.stdout.write(f"Warning: {problem}\n")
+        sys.stdout.write(
+            "Building the Megatron model and the vLLM engine; the first step follows in about half a minute.\n"
+        )
+        sys.stdout.flush()
+    return _train(Worker(config, world, checked))
 
 
 def _check_before_shapes(config: Config, *, is_dry_run: bool) -> None:
@@ -110,21 +86,6 @@ def _report_dry_run(config: Config, checked: Checked, world: World, world_size: 
     return 2 if problems else 0
 
 
-def _prepare_process() -> None:
-    """One OpenMP thread per rank, and silence from libraries that talk to users about themselves; before torch loads."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns of long prompts, which are left out
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import logging
-    import warnings
-
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-
-
 def _train(worker: Worker) -> int:
     from rollpacker.loop import run as run_loop
 
@@ -135,6 +96,8 @@ def _train(worker: Worker) -> int:
             display.note(f"an earlier run was moved to {worker.moved_aside}")
         display.start()
     try:
+        if config.trainer.val_before_train:
+            worker.backend.validate(0)
         num_steps = run_loop(worker.checked.total_steps, worker.controller, worker.backend)
         is_exported = config.trainer.save_freq > 0 and num_steps % config.trainer.save_freq == 0
         exported = worker.model_folder(num_steps) if num_steps and config.trainer.save_freq else None
@@ -154,6 +117,8 @@ def _summary(worker: Worker, num_steps: int, seconds: float, exported: Path | No
         "metrics": str(run_dir / "metrics.jsonl"),
         "samples": str(run_dir / "samples.jsonl"),
     }
+    if (run_dir / "validation.jsonl").exists():
+        rows["validation"] = str(run_dir / "validation.jsonl")
     if worker.config.profiler.trace:
         rows["trace"] = f"{run_dir / 'events.trace.json'} (open in ui.perfetto.dev)"
     if "tensorboard" in worker.config.trainer.logger:
@@ -196,6 +161,7 @@ def _describe(config: Config, checked: Checked, world_size: int) -> str:
         f"model     {config.model.path}: {shape.architecture}, {shape.num_parameters() / 1e6:,.1f} M parameters",
         f"prompts   {len(dataset.examples)} usable, {dataset.num_overlong} over data.max_prompt_length left out",
         *_describe_domains(dataset, config.data.domains),
+        f"validate  {_describe_validation(config, checked)}",
         f"ranks     {world_size} on {checked.platform.name}{nodes}",
         f"training  TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size} x "
         f"{f'CP {cp} x ' if cp > 1 else ''}DP {world_size // model_ranks}, {training.dtype}",
@@ -205,3 +171,15 @@ def _describe(config: Config, checked: Checked, world_size: int) -> str:
         f"output    {trainer.default_local_dir}",
     ]
     return "\n".join(facts) + "\n"
+
+
+def _describe_validation(config: Config, checked: Checked) -> str:
+    if config.rollout.replay is not None:
+        return "never: rollout.replay has no engine"
+    if checked.validation is None:
+        return "never: data.val_files is empty"
+    test_freq = config.trainer.test_freq
+    when = ["before step 1"] if config.trainer.val_before_train else []
+    when += [f"every {test_freq} steps and at the end"] if test_freq > 0 else []
+    prompts = f"{len(checked.validation.examples)} prompts x {config.rollout.val_kwargs.n} responses"
+    return f"{prompts}, {' and '.join(when) or 'never: trainer.test_freq and val_before_train are off'}"

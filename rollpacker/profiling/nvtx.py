@@ -67,9 +67,11 @@ class StageTimer:
     def begin_step(self, step: int) -> None:
         """Open the "step" stage of optimizer step `step`, which `take` ends; stages within it carry the number.
 
-        No context manager, because a step spans several calls of the main loop. Raises ValueError within a stage.
+        No context manager, because a step spans several calls of the main loop. What was timed before it (a validation
+        before the first step) is none of the step's seconds; its spans are kept. Raises ValueError within a stage.
         """
         self._end_step("begin_step()")
+        self._seconds.clear()
         self._enter(STEP, f"step_{step}", {"step": step})
 
     @contextmanager

@@ -37,6 +37,11 @@ def score(response: str, *, ground_truth: str, **_: Any) -> float:
     return float(verify(gold, target))
 
 
+def extract_answer(response: str) -> str:
+    """Give the response's answer as text: what its last box holds, or without a box all of it. No algebra is done."""
+    return _bare(response)
+
+
 def last_boxed(text: str) -> str | None:
     r"""Give what the last complete \boxed{...} or \fbox{...} holds, or None; braces inside may nest or be escaped."""
     open_braces: list[tuple[int, bool]] = []

@@ -12,16 +12,12 @@ owner polls. A worker says when it begins a task: the time limit runs from there
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import multiprocessing
 import os
-import pickle
-import reprlib
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 import types
@@ -29,101 +25,43 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker, util
-from pathlib import Path
-from typing import Any
 
 from rollpacker.config import ConfigError
-from rollpacker.reward.verifier import RewardFunction, load_reward_function
-from rollpacker.user_function import describe_error
+from rollpacker.reward import scorer
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_OWNERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _MAX_IN_FLIGHT = 4  # tasks sent to one worker while a backlog lasts, otherwise one: a late task holds up the next
 _BACKLOG = 8  # queued tasks per worker
 _LOAD_TIMEOUT_S = 120.0  # for a worker to import its reward function
 _MAX_IDLE_DEATHS = 3  # in a row and per worker, before the scheduler gives up
-_PR_SET_PDEATHSIG = 1
-_LENGTH = struct.Struct("<I")  # bytes of the pickled task that follow
-_REPORT = struct.Struct("<BddI")  # kind, seconds, score, bytes of message that follow
-_READY, _FAILED, _BEGUN, _SCORED, _RAISED = range(5)
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What became of one submitted response; `is_error` marks a score 0.0 that stands for the failure in `message`."""
+    """What became of one submitted response; `is_error` marks a score 0.0 that stands for the failure in `message`.
+
+    `answer` is what the response answers, where that was asked for and there is one.
+    """
 
     request_index: int
     score: float
     is_error: bool
     execution_s: float
     message: str = ""
+    answer: str | None = None
 
 
 def start_forkserver() -> None:
     """Start the process that forks the workers, unless it runs already. Call it before MPI_Init."""
     resource_tracker.ensure_running()  # first: it unblocks signals
-    forkserver.set_forkserver_preload([__name__])  # the standard library only; a worker then starts in 10 ms, not 150
+    # The standard library only; a worker then starts in 10 ms, not 150.
+    forkserver.set_forkserver_preload([scorer.__name__])
     # Slurm signals every process of a job, but only the owner decides: what starts here inherits the blocked signals.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OWNERS_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, scorer.OWNERS_SIGNALS)
     try:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _work(channel: socket.socket, verifier: str, function: str | None) -> None:
-    """Load the reward function, then score task after task until the owner closes the channel."""
-    _obey_owner()
-    channel.set_inheritable(False)  # a program that outlives this process must not keep the channel open
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel.makefile("rb") as tasks:
-        try:
-            reward = load_reward_function(verifier, function)
-        except ConfigError as error:
-            _report(channel, _FAILED, message=str(error))
-            return
-        _report(channel, _READY)
-        while header := tasks.read(_LENGTH.size):
-            response, facts = pickle.loads(tasks.read(*_LENGTH.unpack(header)))
-            _report(channel, _BEGUN, seconds=time.monotonic())
-            _report(channel, *_score(reward, response, facts))
-
-
-def _obey_owner() -> None:
-    """Die with the owner, whatever kills it, and leave its signals to it."""
-    os.setpgid(0, 0)  # the owner kills the group: the worker and what the reward function started
-    # The kernel kills this process when its parent, the fork server, ends; that ends when nobody holds this descriptor.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in _OWNERS_SIGNALS[1:]:
-        signal.signal(number, _ignore)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWNERS_SIGNALS)
-
-
-def _ignore(*_: Any) -> None:
-    """Ignore a signal; unlike SIG_IGN, programs that a reward function starts do not inherit it."""
-
-
-def _score(reward: RewardFunction, response: str, facts: dict[str, str]) -> tuple[int, float, float, str]:
-    """Run the reward function: the kind of report, seconds, score and message."""
-    start_s = time.monotonic()
-    try:
-        value: Any = reward(response, **facts)
-        if not hasattr(type(value), "__float__"):
-            raise TypeError(f"the reward function returned {reprlib.repr(value)}, expected a number")
-        score = float(value)
-        if not math.isfinite(score):
-            raise ValueError(f"the reward function returned {score}, expected a finite number")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (users' code may raise anything; it costs that sample only)
-        code = getattr(reward, "__code__", None)
-        message = describe_error(error, Path(code.co_filename) if code else None)
-        return _RAISED, time.monotonic() - start_s, 0.0, message
-    return _SCORED, time.monotonic() - start_s, score, ""
-
-
-def _report(channel: socket.socket, kind: int, seconds: float = 0.0, score: float = 0.0, message: str = "") -> None:
-    text = message.encode(errors="replace")
-    channel.sendall(_REPORT.pack(kind, seconds, score, len(text)) + text)
 
 
 @dataclass(frozen=True)
@@ -142,7 +80,9 @@ class _Worker:
         start_forkserver()  # anew, should something have killed it
         self.socket, channel = socket.socketpair()
         with channel, _without_main():
-            self.process = _CONTEXT.Process(target=_work, args=(channel, verifier, function), name="reward-worker")
+            self.process = _CONTEXT.Process(
+                target=scorer.run_tasks, args=(channel, verifier, function), name="reward-worker"
+            )
             self.process.start()
         assert self.process.pid is not None
         self.pid = self.process.pid
@@ -178,9 +118,9 @@ class _Worker:
         except ConnectionResetError:
             is_alive = False
         reports, start = [], 0
-        while len(self._inbox) - start >= _REPORT.size:
-            kind, seconds, score, length = _REPORT.unpack_from(self._inbox, start)
-            end = start + _REPORT.size + length
+        while len(self._inbox) - start >= scorer.REPORT.size:
+            kind, seconds, score, length = scorer.REPORT.unpack_from(self._inbox, start)
+            end = start + scorer.REPORT.size + length
             if len(self._inbox) < end:
                 break
             reports.append((kind, seconds, score, self._inbox[end - length : end].decode()))
@@ -266,13 +206,16 @@ class RewardScheduler:
         domain: str,
         prompt_id: str,
         timeout_s: float,
+        wants_answer: bool = False,
     ) -> None:
-        """Hand a response over for scoring, in the order of the calls; `timeout_s` runs from the start of the score."""
+        """Hand a response over for scoring, in the order of the calls; `timeout_s` runs from the start of the score.
+
+        `wants_answer`: have the answer extracted as well, for a majority vote.
+        """
         self.start()
         facts = {"prompt": prompt, "ground_truth": ground_truth, "finish_reason": finish_reason}
         facts |= {"domain": domain, "prompt_id": prompt_id}
-        payload = pickle.dumps((response, facts), pickle.HIGHEST_PROTOCOL)
-        frame = _LENGTH.pack(len(payload)) + payload
+        frame = scorer.pack_task(response, facts, wants_answer=wants_answer)
         self._queue.append(_Task(self._num_submitted, request_index, prompt_id, timeout_s, frame))
         self._num_submitted += 1
         self._dispatch()
@@ -341,27 +284,32 @@ class RewardScheduler:
         if worker.outbox:
             worker.flush()
         reports, is_alive = worker.receive()
-        for kind, seconds, score, message in reports:
-            if kind == _READY:
+        for kind, seconds, score, text in reports:
+            if kind == scorer.READY:
                 worker.is_ready = True
-            elif kind == _FAILED:
-                worker.failure = message
-            elif kind == _BEGUN:
+            elif kind == scorer.FAILED:
+                worker.failure = text
+            elif kind == scorer.BEGUN:
                 worker.begun_s = seconds
                 self._num_idle_deaths = 0
+            elif kind == scorer.ANSWERED:
+                self._score(worker, seconds, score, answer=text)
             else:
-                self._answer(worker, seconds, score, message)
+                self._score(worker, seconds, score, message=text)
         if not is_alive:
             worker.kill()
             worker.outbox.clear()
             worker.is_gone = True
 
-    def _answer(self, worker: _Worker, seconds: float, score: float, message: str) -> None:
+    def _score(
+        self, worker: _Worker, seconds: float, score: float, message: str = "", answer: str | None = None
+    ) -> None:
         task = worker.in_flight.popleft()
         worker.begun_s = None
         if seconds > task.timeout_s:  # the owner polled too late to kill it; the same law holds
-            score, message = 0.0, f"the reward took {seconds:.3g} s, its limit is {task.timeout_s:g} s"
-        self._finish(task, score, seconds, message)
+            score, answer = 0.0, None
+            message = f"the reward took {seconds:.3g} s, its limit is {task.timeout_s:g} s"
+        self._finish(task, score, seconds, message, answer)
 
     def _end_late(self, worker: _Worker, now_s: float) -> None:
         why = f"loading took more than {_LOAD_TIMEOUT_S:g} s"
@@ -389,9 +337,10 @@ class RewardScheduler:
         self._queue.extendleft(reversed(worker.in_flight))
         self._workers[self._workers.index(worker)] = _Worker(self._verifier, self._function)
 
-    def _finish(self, task: _Task, score: float, seconds: float, message: str) -> None:
+    def _finish(self, task: _Task, score: float, seconds: float, message: str, answer: str | None = None) -> None:
         text = f"prompt {task.prompt_id}: {message}" if message else ""
-        self._done.append((task.sequence, RewardResult(task.request_index, score, bool(message), seconds, text)))
+        result = RewardResult(task.request_index, score, bool(message), seconds, text, answer)
+        self._done.append((task.sequence, result))
         self._num_finished += 1
 
 

@@ -20,7 +20,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class SamplingLaw:
-    """What every request of the run has in common."""
+    """How tokens are drawn: what all requests of a round have in common. Temperature 0 is greedy."""
 
     temperature: float
     top_p: float
@@ -46,7 +46,7 @@ class EngineOptions:
 class RolloutEngine:
     """Add, abort, step, and take new weights. Starts with dummy weights: the first refit fills them."""
 
-    def __init__(self, options: EngineOptions, law: SamplingLaw, platform: Platform, *, seed: int) -> None:
+    def __init__(self, options: EngineOptions, platform: Platform, *, seed: int) -> None:
         platform.prepare_engine_import(kv_cache_gib=options.kv_cache_gib)
         if platform.name == "cpu":
             # oneDNN's packed weights leave zero-sized parameters; plain tensors can be written in place, as on CUDA.
@@ -77,7 +77,6 @@ class RolloutEngine:
             **extra,
         )
         self._platform = platform
-        self._law = law
         self._engine = self._llm.llm_engine
         core = self._engine.engine_core.engine_core
         self._scheduler = core.scheduler
@@ -105,18 +104,18 @@ class RolloutEngine:
         """Share of the KV blocks in use, 0 to 1."""
         return float(self._scheduler.kv_cache_manager.usage)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, law: SamplingLaw) -> None:
         """Queue a request; its launch order is its priority."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=self._law.temperature,
-            top_p=self._law.top_p,
-            top_k=self._law.top_k,
+            temperature=law.temperature,
+            top_p=law.top_p,
+            top_k=law.top_k,
             max_tokens=request.max_tokens,
             seed=request.seed,
-            stop_token_ids=list(self._law.stop_token_ids),
+            stop_token_ids=list(law.stop_token_ids),
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -169,8 +168,12 @@ class RolloutEngine:
         if self._requests:
             raise RuntimeError(f"refit with {len(self._requests)} requests in the engine would mix weight versions")
         self._model_runner.reload_weights(weights_iterator=_on_device(named_tensors, self._platform.device))
-        self._llm.reset_prefix_cache()
+        self.forget_prefixes()
         self.weight_version = weight_version
+
+    def forget_prefixes(self) -> None:
+        """Drop the cached prefixes, so that what was decoded so far leaves no trace in the numerics of what follows."""
+        self._llm.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Release weights and KV cache while the rank trains (CUDA; the CPU keeps them).

@@ -21,6 +21,7 @@ from rollpacker.rollout.engine import RolloutEngine
 from rollpacker.runtime.dump import write_dump
 from rollpacker.runtime.report import StepReport, StepReporter
 from rollpacker.runtime.rollout import Placement, Rollout
+from rollpacker.runtime.validation import Validator
 from rollpacker.training.objective import LossSums
 from rollpacker.training.policy_update import PolicyUpdate
 from rollpacker.weights.noise import with_noise
@@ -29,7 +30,7 @@ from rollpacker.weights.refit import MegatronWeights
 
 @dataclass(frozen=True)
 class Parts:
-    """What the worker built for this rank; `engine` is None when a dump is replayed."""
+    """What the worker built for this rank; `engine` is None when a dump is replayed, `validator` also without val_files."""
 
     rollout: Rollout
     engine: RolloutEngine | None
@@ -41,6 +42,8 @@ class Parts:
     reporter: StepReporter
     export_model: Callable[[int], object]
     platform: Platform
+    validator: Validator | None
+    total_steps: int
 
 
 class ClusterBackend:
@@ -104,14 +107,31 @@ class ClusterBackend:
         parts.reporter.on_stage("update_weights")
         with parts.timer.stage("update_weights"):
             self.refit(self._weight_version)
+        self._report.end_s = self._world.now()
         assert self._update is not None, "apply_update() comes before sync_weights()"
         save_freq = self._config.trainer.save_freq
         if save_freq > 0 and self._update.step % save_freq == 0:
             parts.reporter.on_stage("save_checkpoint")
             with parts.timer.stage("save_checkpoint"):
                 parts.export_model(self._update.step)
-        self._report.end_s = self._world.now()
+        self._validate_if_due(self._update.step)
         parts.reporter.end_step(self._update, self._report, parts.rollout, parts.timer)
+
+    def _validate_if_due(self, step: int) -> None:
+        test_freq = self._config.trainer.test_freq
+        if test_freq > 0 and (step % test_freq == 0 or step == self._parts.total_steps):
+            self.validate(step)
+
+    def validate(self, step: int) -> None:
+        """Score the engine's weights on the validation prompts; nothing of the training changes by it."""
+        parts = self._parts
+        if parts.validator is None:
+            return
+        parts.reporter.on_stage("testing")
+        with parts.timer.stage("testing"):
+            report = parts.validator.run(step, self._weight_version)
+        if report is not None:
+            parts.reporter.write_validation(report)
 
     def refit(self, weight_version: int) -> None:
         """Golden path: gather every parameter whole, load it by its Hugging Face name."""

@@ -13,9 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from rollpacker.profiling.nvtx import GEN
+from rollpacker.profiling.nvtx import GEN, TESTING
 from rollpacker.runtime.metrics import STEP_KEY, Metric
 
 if TYPE_CHECKING:
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 _WINDOW = 10
 """Steps of the moving mean, of the time left, and of the comparison at the end."""
+_DECODING = (GEN, TESTING)
 _REFRESHES_PER_S = 4
+_MAX_DOMAINS = 4
+"""Of validation prompts that are named in its line."""
 _PROGRESS_EVERY_S = 0.5
 """Progress takes half of the refreshes, so that a new stage never has to wait for its turn."""
 _DEFAULT_WIDTH = 80
@@ -111,11 +114,9 @@ class ProgressDisplay:
         """Step `step` is now in stage `name`. Cheap; may be called often."""
         status = self._status
         is_new = (step, name) != (status.step, status.stage)
-        if step != status.step:
+        if step != status.step or (is_new and name in _DECODING):
             status.num_finished = status.num_requests = status.num_tokens = 0
-            status.rollout_started_s = None
-        if is_new and name == GEN:
-            status.rollout_started_s = self._clock()
+            status.rollout_started_s = self._clock() if name in _DECODING else None
         status.step, status.stage = step, name
         if self._step_began_s is None:
             self._step_began_s = self._clock()  # the first step: what came before it was loading
@@ -141,6 +142,12 @@ class ProgressDisplay:
             status.rewards.append(reward)
         self._output.step_line(status)
         self._refresh(0.0)
+
+    def validation_done(self, row: Mapping[str, Any]) -> None:
+        """A validation is over: its line is printed. `row` is that of validation.jsonl."""
+        if self._status.step == 0:
+            self._step_began_s = None  # before the first step: it counts as loading
+        self.note(_validation_line(row, self._status.total_steps))
 
     def note(self, text: str) -> None:
         """Print a line of text above the panel."""
@@ -298,7 +305,7 @@ def _rollout_text(status: _Status, now_s: float) -> str:
     if not status.num_requests:
         return ""
     text = f"  {status.num_finished:,}/{status.num_requests:,} responses  {status.num_tokens:,} tok"
-    if status.stage == GEN and status.rollout_started_s is not None:
+    if status.stage in _DECODING and status.rollout_started_s is not None:
         seconds = now_s - status.rollout_started_s
         if seconds > 0:
             text += f"  {status.num_tokens / seconds:,.0f} tok/s"
@@ -316,6 +323,25 @@ def _step_line(status: _Status) -> str:
     seconds = _number(status.last, "timing_s/step")
     took = "- s" if seconds is None else f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
     return f"step {_of_total(status.step, status.total_steps)}  {_numbers(status)}  {took}"
+
+
+def _validation_line(row: Mapping[str, Any], total: int | None) -> str:
+    """`val   20/60  avg@4 0.61 (code 0.50, maths 0.72)  maj@4 0.70  pass@4 0.83  64 prompts  2.1 s`.
+
+    Over all prompts, and the mean score of each domain where there are a few; of single responses avg@1 says it all.
+    """
+    by_metric: dict[str, dict[str, float]] = {}
+    for name, value in row.items():
+        if name.startswith("val-core/"):
+            domain, _, metric = name.removeprefix("val-core/").rpartition("/")
+            by_metric.setdefault(metric, {})[domain] = value
+    n = max(int(metric.partition("@")[2]) for metric in by_metric)
+    parts = [f"{m}@{n} {_decimal(list(by_metric[f'{m}@{n}'].values())[-1])}" for m in ("avg", "maj", "pass")]
+    domains = list(by_metric[f"avg@{n}"].items())[:-1]  # the last is over all prompts
+    if 0 < len(domains) <= _MAX_DOMAINS:
+        parts[0] += f" ({', '.join(f'{domain} {_decimal(value)}' for domain, value in domains)})"
+    size = f"{row['num_prompts']:,} prompts  {row['timing_s/testing']:.1f} s"
+    return f"val  {_of_total(row['step'], total)}  {'  '.join(parts[: 1 if n == 1 else 3])}  {size}"
 
 
 def _numbers(status: _Status) -> str:

@@ -4,12 +4,14 @@
 `DIR/step_000001/rank_00000.safetensors` holds flat arrays (prompt_ids, response_ids int32; rollout_logprobs float32;
 prompt_lengths, response_lengths int32; rewards float64); its metadata names each sample. One file per rank that
 leads a replica, so that nobody needs another's samples to write.
+
+`trainer.validation_data_dir` holds the responses of a validation as text, `DIR/<step>.jsonl`, as verl has it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from rollpacker.messages import Action, EndRound, Event, RequestFinished, Reward
 from rollpacker.profiling.trace import Span
 from rollpacker.runtime.rollout import RoundFacts
 from rollpacker.types import Prompt
+
+EVAL_DUMP = "eval.jsonl"
 
 
 def write_dump(folder: str, rank: int, update: UpdatePlan, samples: Mapping[int, Sample]) -> None:
@@ -63,6 +67,24 @@ def write_dump(folder: str, rank: int, update: UpdatePlan, samples: Mapping[int,
 
 def _step_folder(folder: str, step: int) -> Path:
     return Path(folder) / f"step_{step:06d}"
+
+
+def check_validation_dump(folder: str | None, pattern: str) -> None:
+    """Refuse a folder that holds such files of an earlier validation. Raises ConfigError."""
+    if folder is not None and any(Path(folder).glob(pattern)):
+        raise ConfigError(
+            f"trainer.validation_data_dir={folder} holds the responses of an earlier validation. Remove them, or choose "
+            "another folder."
+        )
+
+
+def write_validation_dump(folder: str, step: int | None, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write the responses of a validation, one JSON object a line; complete or absent."""
+    target = Path(folder) / (EVAL_DUMP if step is None else f"{step}.jsonl")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_suffix(".partial")
+    aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    aside.replace(target)
 
 
 class ReplayRollout:

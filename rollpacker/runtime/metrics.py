@@ -1,4 +1,4 @@
-"""The run directory as tools read it: config.yaml, metrics.jsonl, samples.jsonl, tensorboard/.
+"""The run directory as tools read it: config.yaml, metrics.jsonl, samples.jsonl, validation.jsonl.
 
 The names are frozen (docs/metrics.md): other tools rely on them.
 Invariants: metrics.jsonl has one row for each optimizer step, with every key in each row; each row is on disk when
@@ -11,9 +11,6 @@ import difflib
 import json
 import math
 import numbers
-import os
-import socket
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rollpacker.config import ConfigError
+from rollpacker.runtime.loggers import Logger
 
 Metric = float | int | None
 
@@ -163,14 +161,14 @@ def _first_free(run_dir: Path) -> Path:
 
 
 class MetricsWriter:
-    """Writes the numbers of a run: metrics.jsonl, samples.jsonl and, if asked, TensorBoard. Used by rank 0 alone.
+    """Writes the numbers of a run: metrics.jsonl, samples.jsonl, validation.jsonl, loggers. Used by rank 0 alone.
 
-    Raises ConfigError when TensorBoard is asked for and not installed, OSError when the disk refuses.
+    It closes the loggers. Raises OSError when the disk refuses.
     """
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
-        # First, so that a missing package leaves nothing behind.
-        self._tensorboard = _TensorBoardFile(run_dir / "tensorboard") if tensorboard else None
+    def __init__(self, run_dir: Path, loggers: Sequence[Logger] = ()) -> None:
+        self._run_dir = run_dir
+        self._loggers = loggers
         self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._samples = (run_dir / "samples.jsonl").open("a", encoding="utf-8")
         self._last_step: int | None = None
@@ -194,8 +192,17 @@ class MetricsWriter:
         self._last_step = step
         self._metrics.write(json.dumps(row) + "\n")
         self._metrics.flush()
-        if self._tensorboard is not None:
-            self._tensorboard.write(step, {name: value for name, value in row.items() if value is not None})
+        self._log(step, row)
+
+    def write_validation(self, row: Mapping[str, Metric | str]) -> None:
+        """Append the row of one validation to validation.jsonl; the loggers get its val-core/* values."""
+        plain = append_validation(self._run_dir, row)
+        self._log(plain["step"], {name: value for name, value in plain.items() if name.startswith("val-core/")})
+
+    def _log(self, step: Any, row: Mapping[str, Any]) -> None:
+        values = {name: value for name, value in row.items() if value is not None}
+        for logger in self._loggers:
+            logger.write(step, values)
 
     def write_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append one object for each trained sample; each row has exactly SAMPLE_FIELDS, else ValueError."""
@@ -213,8 +220,17 @@ class MetricsWriter:
         """Close the files; everything is on disk already. Closing twice is allowed."""
         self._metrics.close()
         self._samples.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for logger in self._loggers:
+            logger.close()
+
+
+def append_validation(run_dir: Path, row: Mapping[str, Metric | str]) -> dict[str, Metric | str]:
+    """Append a row to the validation.jsonl of a run directory; the row as it stands there. Raises TypeError and OSError."""
+    plain = {name: _plain(name, value) for name, value in row.items()}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "validation.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(plain) + "\n")
+    return plain
 
 
 def length_metrics(lengths: Sequence[int], cap: int) -> dict[str, Metric]:
@@ -256,40 +272,3 @@ def _finite(name: str, value: Any) -> Metric:
 
 def _plain(name: str, value: Any) -> Metric | str:
     return value if isinstance(value, str) else _finite(name, value)
-
-
-class _TensorBoardFile:
-    """One TensorBoard event file, one event for each step.
-
-    torch.utils.tensorboard takes 3 to 4 s to import without torch (0.7 s after it), tensorboard's record writer 0.3 s;
-    neither is imported by a rank that does not write. The record writer also needs no thread, unlike the event writers
-    of both packages.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"trainer.logger lists tensorboard, but {error.name} is not installed: install it with `pip install "
-                "tensorboard`, or take tensorboard out of trainer.logger."
-            ) from error
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        folder.mkdir(parents=True, exist_ok=True)
-        # The name that TensorBoard looks for.
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._file = (folder / name).open("wb")
-        self._records = RecordWriter(self._file)
-        self._append(self._event(wall_time=time.time(), file_version="brain.Event:2"))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
-
-    def _append(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()

@@ -14,6 +14,7 @@ from rollpacker.profiling.trace import Span, TraceWriter
 from rollpacker.runtime.console import ProgressDisplay
 from rollpacker.runtime.metrics import MetricsWriter, length_metrics, spread
 from rollpacker.runtime.rollout import Rollout, RoundFacts
+from rollpacker.runtime.validation import ValidationReport
 from rollpacker.training.mismatch import mismatch_advice
 from rollpacker.training.objective import LossSums
 from rollpacker.training.policy_update import UpdateReport
@@ -97,6 +98,21 @@ class StepReporter:
         elif isinstance(event, RewardDone):
             self._last_reward_s = self._world.now()
 
+    def on_progress(self, num_finished: int, num_requests: int, num_tokens: int) -> None:
+        """Follow a validation: responses finished, responses asked for, tokens generated."""
+        if self._sinks:
+            self._sinks.display.progress(num_finished, num_requests, num_tokens)
+
+    def write_validation(self, report: ValidationReport) -> None:
+        """A validation is done: rank 0 writes its row, its bars in the trace, and a line."""
+        if self._sinks is None:
+            return
+        self._sinks.metrics.write_validation(report.row)
+        if self._sinks.trace is not None:
+            self._sinks.trace.add(report.spans)
+        self._note_failures(report.reward_messages, "validation")
+        self._sinks.display.validation_done(report.row)
+
     def end_step(self, update: UpdatePlan, report: StepReport, rollout: Rollout, timer: StageTimer) -> None:
         """Gather what the ranks measured; rank 0 writes one row of metrics, the samples, the trace, and a line."""
         seconds, spans = timer.take()
@@ -117,11 +133,7 @@ class StepReporter:
                 self._sinks.trace.add_counter(rank, "control_cpu_s", report.end_s, facts.control_cpu_s)
                 self._sinks.trace.add_counter(rank, "engine_busy_s", report.end_s, facts.engine_busy_s)
         self._warn_of_mismatch(metrics)
-        failures = [m for rank in gathered for m in rank.reward_messages]
-        for message in failures[:_MAX_REWARD_MESSAGES]:
-            self._sinks.display.note(f"reward failed: {message}")
-        if len(failures) > _MAX_REWARD_MESSAGES:
-            self._sinks.display.note(f"... and {len(failures) - _MAX_REWARD_MESSAGES} more in this step")
+        self._note_failures([m for rank in gathered for m in rank.reward_messages], "step")
         self._sinks.display.step_done(metrics)
 
     def _warn_of_mismatch(self, metrics: dict[str, Any]) -> None:
@@ -132,6 +144,13 @@ class StepReporter:
         if advice and not self._has_warned and self._sinks is not None:
             self._sinks.display.note(f"step {self._step}: {advice}")
             self._has_warned = True
+
+    def _note_failures(self, messages: Sequence[str], where: str) -> None:
+        assert self._sinks is not None, "only rank 0 tells the user"
+        for message in messages[:_MAX_REWARD_MESSAGES]:
+            self._sinks.display.note(f"reward failed: {message}")
+        if len(messages) > _MAX_REWARD_MESSAGES:
+            self._sinks.display.note(f"... and {len(messages) - _MAX_REWARD_MESSAGES} more in this {where}")
 
     def _metrics(self, update: UpdatePlan, report: StepReport, ranks: Sequence[_RankReport]) -> dict[str, Any]:
         responses = [r for g in update.groups for r in g.responses]
@@ -171,6 +190,7 @@ class StepReporter:
             "timing_s/update_actor": train_s,
             "timing_s/update_weights": sync_s,
             "timing_s/save_checkpoint": slowest("save_checkpoint"),
+            "timing_s/testing": slowest("testing"),
             "perf/time_per_step": step_s,
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / step_s / self._world.size,

@@ -32,7 +32,7 @@ from rollpacker.messages import (
 )
 from rollpacker.profiling.trace import Span
 from rollpacker.reward.scheduler import RewardScheduler
-from rollpacker.rollout.engine import RolloutEngine
+from rollpacker.rollout.engine import RolloutEngine, SamplingLaw
 from rollpacker.types import Request, Response
 
 # Deterministic mode: every quantum has this many engine steps, and a step lasts a virtual millisecond.
@@ -93,7 +93,11 @@ def place(rank: int, tensor_model_parallel_size: int) -> Placement:
 
 
 class LiveRollout:
-    """Decodes a round with the vLLM engine of this rank."""
+    """Decodes a round with the vLLM engine of this rank.
+
+    A validation has a LiveRollout of its own, with its law and its examples (their ids may be the training's) and its
+    own clock and pace, so that the training's go on as if nothing had been between two rounds. It keeps the answers.
+    """
 
     def __init__(
         self,
@@ -104,9 +108,11 @@ class LiveRollout:
         placement: Placement,
         examples: Mapping[str, Example],
         tokenizer: Any,
+        law: SamplingLaw,
         *,
         quantum_s: float,
         deterministic: bool,
+        is_validation: bool = False,
     ) -> None:
         self._engine = engine
         self._exchange = exchange
@@ -115,6 +121,8 @@ class LiveRollout:
         self._placement = placement
         self._examples = examples
         self._tokenizer = tokenizer
+        self._law = law
+        self._is_validation = is_validation
         self._quantum_s = quantum_s
         self._deterministic = deterministic
         self._num_steps = _FIXED_NUM_STEPS if deterministic else 1
@@ -123,6 +131,7 @@ class LiveRollout:
         self._step = 0
         self._is_open = False
         self._responses: dict[int, Response] = {}
+        self._answers: dict[int, str | None] = {}
         self.facts = RoundFacts()
         self._spans: list[Span] = []
         self._reward_messages: list[str] = []
@@ -172,6 +181,11 @@ class LiveRollout:
         self._responses.clear()
         return samples
 
+    def take_answers(self) -> dict[int, str | None]:
+        """What the responses of this replica answer, on its leader, by request index; of a validation only."""
+        taken, self._answers = self._answers, {}
+        return taken
+
     def take_spans(self) -> tuple[list[Span], list[str]]:
         """Bars of the requests and of the engine; failures of rewards."""
         taken = self._spans, self._reward_messages
@@ -181,7 +195,12 @@ class LiveRollout:
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.replica == self._placement.replica:
-                self._engine.add(request)
+                self._engine.add(request, self._law)
+
+    @property
+    def _round_tag(self) -> int:
+        """Tells the rewards of a step's rollout from those of the validation after it, and both from other steps'."""
+        return self._step << 1 | self._is_validation
 
     def _now(self) -> float:
         return self._virtual_s if self._deterministic else self._world.now()
@@ -238,7 +257,7 @@ class LiveRollout:
         response = self._responses[action.request.index]
         example = self._examples[action.request.prompt.prompt_id]
         self._rewards.submit(
-            (self._step << 32) | action.request.index,
+            (self._round_tag << 32) | action.request.index,
             response=self._tokenizer.decode(response.token_ids, skip_special_tokens=True),
             prompt=example.text,
             ground_truth=example.ground_truth,
@@ -246,6 +265,7 @@ class LiveRollout:
             domain=example.domain,
             prompt_id=example.prompt_id,
             timeout_s=action.timeout_s,
+            wants_answer=self._is_validation,
         )
 
     def _collect_rewards(self, *, wait: bool) -> bool:
@@ -254,9 +274,11 @@ class LiveRollout:
             return False
         results = self._rewards.wait() if wait else self._rewards.poll()
         for result in sorted(results, key=lambda r: r.request_index):
-            step, index = result.request_index >> 32, result.request_index & 0xFFFFFFFF
-            if step != self._step:
+            tag, index = result.request_index >> 32, result.request_index & 0xFFFFFFFF
+            if tag != self._round_tag:
                 continue
+            if self._is_validation:
+                self._answers[index] = result.answer
             if result.is_error:
                 self._reward_messages.append(result.message)
             execution_s = result.execution_s if result.is_error or not self._deterministic else 0.0

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollpacker.comm.exchange import EventExchange
 from rollpacker.comm.groups import ParallelRanks
 from rollpacker.comm.world import World, init_torch_distributed, is_user_terminal
 from rollpacker.config import Config, ConfigError
@@ -24,14 +23,22 @@ from rollpacker.policy.plain import KeepEverything, PlainComposer, RequestFactor
 from rollpacker.policy.routing import RequestRouter
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.profiling.trace import TraceWriter
-from rollpacker.reward.scheduler import RewardScheduler
-from rollpacker.rollout.engine import EngineOptions, RolloutEngine, SamplingLaw
 from rollpacker.runtime.backend import ClusterBackend, Parts
 from rollpacker.runtime.console import ProgressDisplay
-from rollpacker.runtime.dump import ReplayRollout
+from rollpacker.runtime.dump import ReplayRollout, check_validation_dump
+from rollpacker.runtime.inference import (
+    InferenceInputs,
+    build_engine,
+    build_rollout,
+    build_validator,
+    load_tokenizer,
+    load_validation,
+    start_rewards,
+)
+from rollpacker.runtime.loggers import check_loggers, open_loggers
 from rollpacker.runtime.metrics import MetricsWriter, prepare_run_dir
 from rollpacker.runtime.report import Sinks, StepReporter
-from rollpacker.runtime.rollout import LiveRollout, Placement, Rollout, place
+from rollpacker.runtime.rollout import Rollout, place
 from rollpacker.training.loss import load_policy_loss
 from rollpacker.training.model import build_model, init_parallel_groups
 from rollpacker.training.optimizer import build_lr_schedule, build_optimizer
@@ -43,17 +50,11 @@ from rollpacker.weights.refit import MegatronWeights
 
 
 @dataclass(frozen=True)
-class Checked:
+class Checked(InferenceInputs):
     """What was read and found good before anything expensive starts or anything is written."""
 
-    shape: ModelShape
-    platform: Platform
-    tokenizer: Any
-    stop_token_ids: tuple[int, ...]
     dataset: PromptDataset
     replay: ReplayRollout | None
-    rewards: RewardScheduler | None
-    placement: Placement
     total_steps: int
 
 
@@ -64,7 +65,9 @@ def check(config: Config, world: World, shape: ModelShape, *, is_dry_run: bool =
     _check_folders(config)
     load_policy_loss(config.algorithm)
     _check_reference(config, shape)
-    tokenizer, stop_token_ids = _load_tokenizer(config.model.path)
+    if world.rank == 0:
+        check_loggers(config)
+    tokenizer, stop_token_ids = load_tokenizer(config.model.path)
     dataset = load_examples(
         config.data.train_files,
         tokenizer,
@@ -72,21 +75,22 @@ def check(config: Config, world: World, shape: ModelShape, *, is_dry_run: bool =
         domains=config.data.domains,
     )
     placement = place(world.rank, config.rollout.tensor_model_parallel_size)
-    replay, rewards = None, None
+    replay, rewards, validation = None, None, None
     if config.rollout.replay is not None:
         replay = ReplayRollout(
             config.rollout.replay, rank=world.rank, world_size=world.size, num_responses=config.rollout.n
         )
-    elif placement.is_leader:
-        rewards = RewardScheduler(config.reward.verifier, config.reward.function, config.reward.num_workers)
-        rewards.start()
+    else:
+        validation = load_validation(config, tokenizer)
+        rewards = start_rewards(config) if placement.is_leader else None
     total_steps = _total_steps(config, len(dataset.examples), replay)
     if config.training.lr_warmup_steps >= total_steps and config.training.lr_warmup_steps > 0:
         raise ConfigError(
             f"training.lr_warmup_steps={config.training.lr_warmup_steps} does not leave a step of the {total_steps} in "
             "this run at the full learning rate; lower it."
         )
-    return Checked(shape, platform, tokenizer, stop_token_ids, dataset, replay, rewards, placement, total_steps)
+    inputs = (shape, platform, tokenizer, stop_token_ids, placement, rewards, validation)
+    return Checked(*inputs, dataset, replay, total_steps)
 
 
 def _check_device_features(config: Config, platform: Platform) -> None:
@@ -114,6 +118,7 @@ def _check_folders(config: Config) -> None:
         raise ConfigError(
             f"trainer.rollout_data_dir={dump} holds the steps of an earlier run. Remove them, or choose another folder."
         )
+    check_validation_dump(config.trainer.validation_data_dir, "[0-9]*.jsonl")
 
 
 def _check_reference(config: Config, shape: ModelShape) -> None:
@@ -134,25 +139,6 @@ def _total_steps(config: Config, num_prompts: int, replay: ReplayRollout | None)
     return math.ceil(num_prompts * config.trainer.total_epochs / config.data.train_batch_size)
 
 
-def _load_tokenizer(model_path: str) -> tuple[Any, tuple[int, ...]]:
-    from transformers import AutoTokenizer, GenerationConfig
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={model_path}: its tokenizer cannot be loaded: {error}") from error
-    stop = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    if (Path(model_path) / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
-        stop |= set(eos if isinstance(eos, list) else [eos] if eos is not None else [])
-    if not stop:
-        raise ConfigError(
-            f"model.path={model_path}: neither the tokenizer nor generation_config.json names an EOS token, so no "
-            "response would ever end by itself."
-        )
-    return tokenizer, tuple(sorted(stop))
-
-
 class Worker:
     """One rank's program: build, run, export."""
 
@@ -171,7 +157,7 @@ class Worker:
         self.reference = self._load_reference(model)
         world.agree(lambda: self.weights.import_hf(config.model.path))
         self.trainer = self._build_trainer(model, self.ranks)
-        self.engine = None if checked.replay is not None else self._build_engine()
+        self.engine = None if checked.replay is not None else build_engine(config, platform)
         self.controller = self._build_controller()
         # Last of all, so that a run that cannot start neither writes a run directory nor moves an earlier one aside.
         self._sinks = world.agree(self._open_sinks)
@@ -212,15 +198,16 @@ class Worker:
         trainer = self.config.trainer
         self.moved_aside = prepare_run_dir(self.run_dir, to_yaml(self.config))
         is_terminal, width = is_user_terminal()
+        display = ProgressDisplay(
+            self.checked.total_steps,
+            is_terminal=is_terminal,
+            width=width,
+            stream=sys.stdout if "console" in trainer.logger else io.StringIO(),
+        )
         return Sinks(
-            metrics=MetricsWriter(self.run_dir, tensorboard="tensorboard" in trainer.logger),
+            metrics=MetricsWriter(self.run_dir, open_loggers(self.config, display.note)),
             trace=TraceWriter(self.run_dir / "events.trace.json") if self.config.profiler.trace else None,
-            display=ProgressDisplay(
-                self.checked.total_steps,
-                is_terminal=is_terminal,
-                width=width,
-                stream=sys.stdout if "console" in trainer.logger else io.StringIO(),
-            ),
+            display=display,
         )
 
     def _load_reference(self, model: Any) -> ReferenceWeights | None:
@@ -237,22 +224,6 @@ class Worker:
         optimizer = build_optimizer(model, training, platform)
         schedule = build_lr_schedule(optimizer, training, self.checked.total_steps)
         return Trainer(model, optimizer, schedule, self.config, self.checked.shape, ranks, platform)
-
-    def _build_engine(self) -> RolloutEngine:
-        data, rollout = self.config.data, self.config.rollout
-        options = EngineOptions(
-            model_path=self.config.model.path,
-            tensor_model_parallel_size=rollout.tensor_model_parallel_size,
-            max_model_len=data.max_prompt_length + data.max_response_length,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            dtype=self.config.training.dtype if rollout.dtype == "auto" else rollout.dtype,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            enforce_eager=rollout.enforce_eager,
-            kv_cache_gib=rollout.kv_cache_gib,
-        )
-        law = SamplingLaw(rollout.temperature, rollout.top_p, rollout.top_k, self.checked.stop_token_ids)
-        return RolloutEngine(options, law, self.checked.platform, seed=self.config.trainer.seed)
 
     def _build_controller(self) -> StepController:
         config, checked = self.config, self.checked
@@ -291,6 +262,15 @@ class Worker:
 
     def _build_backend(self) -> ClusterBackend:
         config, world = self.config, self.world
+        reporter = StepReporter(
+            world,
+            self._sinks,
+            max_response_length=config.data.max_response_length,
+            mismatch_correction=config.algorithm.mismatch_correction,
+        )
+        validator = None
+        if self.engine is not None:
+            validator = build_validator(config, world, self.checked, self.engine, reporter.on_progress)
         parts = Parts(
             rollout=self._build_rollout(),
             engine=self.engine,
@@ -299,14 +279,11 @@ class Worker:
             placement=self.checked.placement,
             ranks=self.ranks,
             timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx),
-            reporter=StepReporter(
-                world,
-                self._sinks,
-                max_response_length=config.data.max_response_length,
-                mismatch_correction=config.algorithm.mismatch_correction,
-            ),
+            reporter=reporter,
             export_model=self.export_model,
             platform=self.checked.platform,
+            validator=validator,
+            total_steps=self.checked.total_steps,
         )
         return ClusterBackend(parts, config, world, lambda: self.controller.digest)
 
@@ -314,14 +291,4 @@ class Worker:
         if self.checked.replay is not None:
             return self.checked.replay
         assert self.engine is not None, "a live rollout has an engine"
-        return LiveRollout(
-            self.engine,
-            EventExchange(self.world.comm, timeout_s=self.config.trainer.collective_timeout_s),
-            self.checked.rewards,
-            self.world,
-            self.checked.placement,
-            self.checked.dataset.by_id,
-            self.checked.tokenizer,
-            quantum_s=self.config.rollout.quantum_ms / 1e3,
-            deterministic=self.config.trainer.deterministic,
-        )
+        return build_rollout(self.config, self.world, self.checked, self.engine, self.checked.dataset)

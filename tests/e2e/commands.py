@@ -19,16 +19,25 @@ ENVIRONMENT = {
 }
 
 
-def train_command(num_ranks: int, *arguments: str, config: str = "configs/demo_cpu.yaml") -> list[str]:
-    """`mpirun -n N rollpacker train CONFIG ...`; without mpirun on one rank."""
-    program = [sys.executable, "-m", "rollpacker", "train", config, *arguments]
+def command_line(command: str, num_ranks: int, *arguments: str, config: str = "configs/demo_cpu.yaml") -> list[str]:
+    """`mpirun -n N rollpacker COMMAND CONFIG ...`; without mpirun on one rank."""
+    program = [sys.executable, "-m", "rollpacker", command, config, *arguments]
     if num_ranks == 1:
         return program
     return ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks), *program]
 
 
+def train_command(num_ranks: int, *arguments: str) -> list[str]:
+    """A training without the demo's validations, unless `arguments` say otherwise."""
+    return command_line("train", num_ranks, "trainer.test_freq=-1", "trainer.val_before_train=false", *arguments)
+
+
 def train(num_ranks: int, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
     return run(train_command(num_ranks, *arguments), timeout_s)
+
+
+def evaluate(num_ranks: int, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    return run(command_line("eval", num_ranks, *arguments), timeout_s)
 
 
 def run(command: list[str], timeout_s: float = 280) -> subprocess.CompletedProcess[str]:

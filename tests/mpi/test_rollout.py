@@ -21,6 +21,7 @@ from rollpacker.weights.hf import write_hf_folder
 
 VOCAB = 64
 LENGTH = 24
+LAW = SamplingLaw(1.0, 1.0, -1, (2,))
 PROMPTS = [(5, 6, 7), (9,), (11, 12, 13, 14, 15), (20, 3)]
 
 # What an engine of vLLM's own makes of the exported folders, in a process that knows nothing of ours.
@@ -68,12 +69,12 @@ def build_engine(platform: Platform, model_folder: Path, tp: int) -> RolloutEngi
         enforce_eager=True,
         kv_cache_gib=1,
     )
-    return RolloutEngine(options, SamplingLaw(1.0, 1.0, -1, (2,)), platform, seed=0)
+    return RolloutEngine(options, platform, seed=0)
 
 
-def decode(engine: RolloutEngine, requests: list[Request]) -> dict[int, Response]:
+def decode(engine: RolloutEngine, requests: list[Request], law: SamplingLaw = LAW) -> dict[int, Response]:
     for request in requests:
-        engine.add(request)
+        engine.add(request, law)
     finished: dict[int, Response] = {}
     while engine.num_requests:
         finished.update({r.request.index: r for r in engine.step()})
@@ -120,9 +121,7 @@ def export_model(world: World, grid: Grid, source: Path, target: Path) -> None:
 
 
 def check_greedy(engine: RolloutEngine, expected: list[list[int]], *, weight_version: int) -> None:
-    law, engine._law = engine._law, SamplingLaw(0.0, 1.0, -1, ())
-    got = decode(engine, requests([0, 0, 0, 0]))
-    engine._law = law
+    got = decode(engine, requests([0, 0, 0, 0]), SamplingLaw(0.0, 1.0, -1, ()))
     tokens = [list(got[i].token_ids) for i in range(len(PROMPTS))]
     for ours, theirs in zip(tokens, expected, strict=True):
         stop = theirs.index(2) + 1 if 2 in theirs else len(theirs)  # generation_config's EOS ends ours
@@ -188,7 +187,7 @@ def test_an_abort_leaves_nothing_behind(
     engine.take_counts()
     all_requests = requests([31, 32, 33, 34], max_tokens=60)
     for request in all_requests:
-        engine.add(request)
+        engine.add(request, LAW)
     finished = {r.request.index: r for _ in range(3) for r in engine.step()}
     engine.abort([r for r in all_requests if r.index % 2])
     while engine.num_requests:
@@ -202,7 +201,7 @@ def test_an_abort_leaves_nothing_behind(
 
 def test_a_refit_with_requests_in_flight_is_refused(engine: RolloutEngine) -> None:
     request = requests([1])[0]
-    engine.add(request)
+    engine.add(request, LAW)
     with pytest.raises(RuntimeError, match="would mix weight versions"):
         engine.load_weights([], 5)
     engine.abort([request])

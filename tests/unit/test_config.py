@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.config import Config, ConfigError
+from rollpacker.config import Config, ConfigError, ValKwargsConfig, every_key
 from rollpacker.config_checks import check_parallel_shape, job_size, missing_features
 from rollpacker.config_file import load_config, to_yaml
 
@@ -56,6 +56,7 @@ def test_domains_are_a_mapping_in_a_file_and_in_an_override(tmp_path: Path) -> N
     assert (config.data.domains, config.data.val_files) == ({"math": 0.7, "code": 0.3}, ["b.parquet"])
     assert load(tmp_path, to_yaml(config)) == config
     assert load(tmp_path).data.domains == {}
+    assert load(tmp_path, text, "data.domains.math=2").data.domains == {"math": 2.0, "3": 0.1}
 
 
 def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
@@ -81,7 +82,17 @@ def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
         ("rollout.top_p=0.9", "Set algorithm.mismatch_correction=tis"),
         ("data.train_batch_size=0", "data.train_batch_size=0: must be at least 1."),
         ("training.max_tokens_per_gpu=50", "1024 + 100 = 1124"),
-        ("trainer.logger=wandb", "known loggers are console, tensorboard"),
+        ("trainer.logger=wanbd", "known loggers are console, tensorboard, wandb"),
+        ("trainer.wandb_mode=dryrun", "expected one of online, offline"),
+        ("rollout.val_kwargs.temprature=1", "Did you mean rollout.val_kwargs.temperature?"),
+        ("rollout.val_kwarg.n=1", "Did you mean rollout.val_kwargs?"),
+        ("val_kwargs.n=1", "unknown key val_kwargs. Did you mean rollout.val_kwargs?"),
+        ("rollout.val_kwargs=4", "rollout.val_kwargs: expected keys below it, found 4"),
+        ("rollout.n.k=4", "rollout.n={'k': 4}: expected a whole number"),
+        ("rollout.val_kwargs.n=0", "rollout.val_kwargs.n=0: must be at least 1."),
+        ("rollout.val_kwargs.temperature=-1", "rollout.val_kwargs.temperature=-1.0: must be at least 0."),
+        ("rollout.val_kwargs.n=4", "greedy responses are all alike"),
+        ("rollout.val_kwargs.top_p=1.5", "rollout.val_kwargs.top_p=1.5: must be above 0 and at most 1"),
         ("rollout=3", "write section.key=value"),
         ("rollout.n", "write section.key=value"),
         ("data.train_files=[1]", "expected a list of strings"),
@@ -97,7 +108,6 @@ def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
         ("data.domains={math: 1, math: 2}", "key 'math' stands twice"),
         ("data.domains={3: 1, '3': 2}", "the name 3 stands twice"),
         ("data.domains={[math]: 1}", "the value is not valid YAML"),
-        ("data.domains.math=1", "write section.key=value"),
         ("data.val_files={a: 1}", "expected a list of strings"),
         ("training.min_lr=1", "above training.lr"),
         ("training.context_parallel_size=5", "cuts a sequence into 10 equal pieces"),
@@ -179,9 +189,22 @@ def test_the_planned_size_stands_for_the_job_in_a_dry_run_alone(tmp_path: Path) 
 
 
 def test_every_key_has_a_help_sentence() -> None:
-    import dataclasses
-    import typing
+    for dotted, field, _ in every_key():
+        assert field.metadata["help"].endswith("."), dotted
 
-    for section, cls in typing.get_type_hints(Config).items():
-        for leaf in dataclasses.fields(cls):
-            assert leaf.metadata["help"].endswith("."), f"{section}.{leaf.name}"
+
+def test_keys_may_stand_three_deep(tmp_path: Path) -> None:
+    text = GOOD + "rollout: {n: 4, val_kwargs: {n: 2, temperature: 0.6}}\n"
+    config = load(tmp_path, text, "rollout.val_kwargs.n=16", "rollout.val_kwargs.top_p=0.95")
+    assert (config.rollout.n, config.rollout.val_kwargs) == (4, ValKwargsConfig(16, 0.6, 0.95, -1))
+    assert load(tmp_path, to_yaml(config)) == config
+    assert load(tmp_path, GOOD).rollout.val_kwargs == ValKwargsConfig(1, 0.0, 1.0, -1)  # verl's defaults
+
+
+def test_a_command_names_the_files_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: m}\n")
+    config = load_config(str(path), ["data.val_files=v.jsonl"], prompts="data.val_files")
+    assert config.data.val_files == ["v.jsonl"]
+    with pytest.raises(ConfigError, match=r"data\.val_files is empty.*data\.val_files=\[prompts\.jsonl\]"):
+        load_config(str(path), prompts="data.val_files")

@@ -116,6 +116,46 @@ def test_terminal_shows_panel_lines_and_gives_the_terminal_back() -> None:
     assert stream.getvalue().index("\x1b[?25h") < stream.getvalue().index("gen")
 
 
+def validated(step: int, *core: tuple[str, float], prompts: int = 64) -> dict:
+    values = {f"val-core/{name}": value for name, value in core}
+    return {"step": step, **values, "num_prompts": prompts, "timing_s/testing": 2.13}
+
+
+def test_a_validation_is_one_line() -> None:
+    display, stream, _ = build(is_terminal=False)
+    display.validation_done(validated(0, *((f"default/{m}@1", 0.5) for m in ("avg", "maj", "pass"))))
+    sampled = [("avg@4", 0.25), ("maj@4", 0.5), ("pass@1", 0.25), ("pass@2", 0.6), ("pass@4", 0.75)]
+    display.validation_done(validated(20, *((f"maths/{name}", value) for name, value in sampled), prompts=1234))
+    mixed = [(f"{domain}/{name}", value) for domain in ("code", "maths", "all") for name, value in sampled]
+    display.validation_done(validated(60, *mixed))
+    assert stream.getvalue().splitlines() == [
+        "val    0/60  avg@1 0.50  64 prompts  2.1 s",
+        "val   20/60  avg@4 0.25  maj@4 0.50  pass@4 0.75  1,234 prompts  2.1 s",
+        "val   60/60  avg@4 0.25 (code 0.25, maths 0.25)  maj@4 0.50  pass@4 0.75  64 prompts  2.1 s",
+    ]
+
+
+def test_the_panel_follows_a_validation_and_the_first_step_does_not_pay_for_one() -> None:
+    display, stream, clock = build(10, is_terminal=True)
+    display.start()
+    display.stage(0, "testing")
+    clock.now += 100.0
+    display.progress(3, 64, 500)
+    assert "testing  3/64 responses  500 tok  5 tok/s" in visible(stream)
+    display.validation_done(validated(0, *((f"default/{m}@1", 0.5) for m in ("avg", "maj", "pass"))))
+    display.stage(1, "gen")
+    clock.now += 1.0
+    display.progress(8, 8, 80)
+    display.stage(1, "testing")
+    clock.now += 1.0
+    shown = len(visible(stream))
+    display.progress(1, 64, 10)
+    assert "testing  1/64 responses  10 tok  10 tok/s" in visible(stream)[shown:]
+    display.step_done(row(1, 0.5))
+    assert "ETA 18s" in visible(stream)  # nine steps of two seconds
+    display.stop()
+
+
 def test_terminal_lines_stay_one_line_on_a_narrow_terminal() -> None:
     display, stream, _ = build(is_terminal=True, width=30)
     with display:

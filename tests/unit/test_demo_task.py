@@ -123,7 +123,7 @@ def test_lengths_have_a_long_tail():
 
 def test_rows_are_those_of_the_seed(tmp_path):
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
-        demo_task.write_rows(tmp_path / name, 200, seed)
+        demo_task.write_rows(tmp_path / name, demo_task.data_rows(200, seed))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
     rows = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
     assert rows == list(demo_task.data_rows(200, 3))
@@ -136,6 +136,35 @@ def test_rows_hold_the_answers_of_their_prompts():
         assert row == {"prompt": demo_task.prompt_text(n, d), "answer": demo_task.answer_text(n, d)}
     counts = Counter(row["prompt"] for row in demo_task.data_rows(2048, 0))
     assert len(counts) > 200
+
+
+def test_unseen_problems_are_new_and_different():
+    known = {row["prompt"] for row in demo_task.data_rows(2048, 0)}
+    rows = list(demo_task.unseen_rows(64, 1, known))
+    prompts = {row["prompt"] for row in rows}
+    assert len(prompts) == 64 and not prompts & known
+    assert rows == list(demo_task.unseen_rows(64, 1, known)) != list(demo_task.unseen_rows(64, 2, known))
+    lengths = [len(demo_task.solution_text(*map(int, p.removesuffix("=").split("%")))) for p in prompts]
+    assert min(lengths) > 8  # training has every problem of the median length
+    with pytest.raises(ValueError, match="only 0 problems are not among the training prompts"):
+        list(demo_task.unseen_rows(1, 1, {demo_task.prompt_text(n, d) for d in range(2, 6) for n in range(100)}))
+
+
+def test_validation_files_say_what_training_has_seen(tmp_path):
+    demo_task.write_files(tmp_path, 300, 40, seed=5)
+    files = [tmp_path / f"{name}.jsonl" for name in ("train", "val")]
+    train, val = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    assert train == list(demo_task.data_rows(300, 1_000_003 + 5))
+    known = {row["prompt"] for row in train}
+    assert Counter(row["domain"] for row in val) == {"seen": 30, "unseen": 10}
+    assert all((row["prompt"] in known) == (row["domain"] == "seen") for row in val)
+
+
+@settings(deadline=None)
+@given(problems)
+def test_the_answer_of_a_right_response_is_the_ground_truth(problem):
+    assert demo_task.extract_answer(demo_task.solution_text(*problem)) == demo_task.answer_text(*problem)
+    assert demo_task.extract_answer(demo_task.solution_text(*problem) + "#") is None
 
 
 def test_the_task_needs_no_torch():

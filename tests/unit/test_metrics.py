@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from rollpacker.runtime.metrics import (
     METRIC_NAMES,
     SAMPLE_FIELDS,
     MetricsWriter,
+    append_validation,
     length_metrics,
     prepare_run_dir,
     spread,
@@ -56,7 +58,7 @@ def test_metric_names_are_those_of_the_spec() -> None:
 
 
 def test_each_row_has_every_key_and_is_on_disk_at_once(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     writer.write({"training/global_step": 1, "actor/lr": 1e-6, "actor/pg_loss": float("nan"), "planner/tp": None})
     first = rows_of(tmp_path)  # before close
     writer.write({"training/global_step": np.int64(2), "actor/lr": np.float32(0.5), "perf/throughput": float("inf")})
@@ -70,14 +72,14 @@ def test_each_row_has_every_key_and_is_on_disk_at_once(tmp_path: Path) -> None:
 
 
 def test_booleans_become_numbers(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     writer.write({"training/global_step": 1, "rollout/is_long_round": True, "planner/switched": np.bool_(False)})
     line = (tmp_path / "metrics.jsonl").read_text()
     assert '"rollout/is_long_round": 1' in line and '"planner/switched": 0' in line
 
 
 def test_wrong_rows_are_refused_and_not_written(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     with pytest.raises(ValueError, match=r"actor/grad_nrom.*Did you mean actor/grad_norm"):
         writer.write({"training/global_step": 1, "actor/grad_nrom": 1.0})
     with pytest.raises(TypeError, match="actor/lr='fast'"):
@@ -91,7 +93,7 @@ def test_wrong_rows_are_refused_and_not_written(tmp_path: Path) -> None:
 
 
 def test_samples_have_the_fields_of_the_spec_in_order(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     writer.write_samples([sample(reward=0.5), dict(reversed(sample(reward=float("nan")).items()))])
     rows = rows_of(tmp_path, "samples.jsonl")
     assert [tuple(row) for row in rows] == [SAMPLE_FIELDS, SAMPLE_FIELDS]
@@ -103,17 +105,39 @@ def test_samples_have_the_fields_of_the_spec_in_order(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path, "samples.jsonl")) == 2
 
 
-def test_tensorboard_gets_the_finite_values(tmp_path: Path) -> None:
-    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
-    writer = MetricsWriter(tmp_path, tensorboard=True)
-    for step in (1, 2):
-        writer.write({"training/global_step": step, "actor/lr": 0.25 * step, "actor/pg_loss": float("nan")})
-    (file,) = (tmp_path / "tensorboard").iterdir()  # read before close: flushed at each step
-    events = list(loader.LegacyEventFileLoader(str(file)).Load())
-    assert events[0].file_version == "brain.Event:2"
-    seen = [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in events[1:]]
-    assert seen == [(s, {"training/global_step": s, "actor/lr": 0.25 * s}) for s in (1, 2)]
+def test_loggers_get_the_finite_values_of_steps_and_validations(tmp_path: Path) -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, dict[str, float]]] = []
+            self.num_closed = 0
+
+        def write(self, step: int, values: Mapping[str, float]) -> None:
+            self.seen.append((step, dict(values)))
+
+        def close(self) -> None:
+            self.num_closed += 1
+
+    recorder = Recorder()
+    writer = MetricsWriter(tmp_path, [recorder])
+    writer.write_validation({"step": 0, "model_path": "m", "val-core/x/avg@1": 0.25, "num_prompts": 3})
+    writer.write({"training/global_step": 1, "actor/lr": 0.5, "actor/pg_loss": float("nan")})
     writer.close()
+    assert recorder.seen == [(0, {"val-core/x/avg@1": 0.25}), (1, {"training/global_step": 1, "actor/lr": 0.5})]
+    assert recorder.num_closed == 1
+
+
+def test_validation_rows_are_appended_and_on_disk_at_once(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    row = {"step": 0, "weight_version": np.int64(0), "model_path": "m-\u00e9", "val-core/x/avg@1": np.float32(0.25)}
+    writer.write_validation(row)
+    written = append_validation(tmp_path, {**row, "step": None, "timing_s/testing": float("nan")})
+    assert written["timing_s/testing"] is None
+    assert rows_of(tmp_path, "validation.jsonl") == [
+        {"step": 0, "weight_version": 0, "model_path": "m-\u00e9", "val-core/x/avg@1": 0.25},
+        written,
+    ]
+    assert append_validation(tmp_path / "new" / "run", row)["step"] == 0  # where nothing has run yet
+    assert prepare_run_dir(tmp_path / "new" / "run", "") is None  # an evaluation alone is no run to move aside
 
 
 def test_importing_metrics_needs_neither_tensorboard_nor_torch() -> None:
@@ -138,7 +162,7 @@ def test_an_earlier_run_is_moved_aside_whole_to_the_first_free_name(
     for number in (None, 1, 3, 4):  # 2 is taken
         moved = prepare_run_dir("run/", f"config {number}")
         assert moved == (None if number is None else tmp_path / f"run.{number}")
-        MetricsWriter(Path("run"), tensorboard=False).close()
+        MetricsWriter(Path("run")).close()
         (tmp_path / "run" / "mark").write_text(str(number))
     assert (tmp_path / "run.1" / "mark").read_text() == "None"
     assert (tmp_path / "run.1" / "config.yaml").read_text() == "config None"

@@ -13,7 +13,7 @@ import pytest
 from rollpacker.config import ConfigError
 from rollpacker.reward import math_verifier
 from rollpacker.reward.scheduler import RewardScheduler
-from rollpacker.reward.verifier import load_reward_function
+from rollpacker.reward.verifier import load_verifier
 
 FUNCTIONS = """import ctypes, os, subprocess, sys, time
 from pathlib import Path
@@ -92,12 +92,12 @@ def until(condition, timeout_s=20.0):
 
 
 def test_built_in_verifiers():
-    exact_match = load_reward_function("exact", None)
+    exact_match = load_verifier("exact", None).score
     assert exact_match(" 42\n", prompt="", ground_truth="42", finish_reason="stop") == 1.0
     assert exact_match("the answer is 42", prompt="", ground_truth="42", finish_reason="stop") == 0.0
-    assert load_reward_function("math", None) is math_verifier.score
+    assert load_verifier("math", None).score is math_verifier.score
     with pytest.raises(ConfigError, match=r"reward\.verifier=judge: expected exact or math"):
-        load_reward_function("judge", None)
+        load_verifier("judge", None)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_bad_function_is_named_with_its_mistake(tmp_path, monkeypatch, content, 
     if content is not None:
         file.write_text(content)
     with pytest.raises(ConfigError) as caught:
-        load_reward_function("exact", spec.format(file=file))
+        load_verifier("exact", spec.format(file=file))
     for fragment in ["reward.function=", *fragments]:
         assert fragment.format(file=file) in str(caught.value)
 
@@ -191,7 +191,7 @@ def test_function_by_relative_path_may_import_its_neighbours(tmp_path, monkeypat
         "    def __call__(self, response, *, prompt, ground_truth, finish_reason, domain, prompt_id): return self.x\n"
         "f = Scorer()\n"
     )
-    reward = load_reward_function("math", "rewards.py:f")
+    reward = load_verifier("math", "rewards.py:f").score
     assert reward("", prompt="", ground_truth="", finish_reason="stop", domain="", prompt_id="") == 0.25
 
 

@@ -1,0 +1,67 @@
+"""What the commands that run on all ranks share: their arguments, the start of the process, and how errors end the job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rollpacker.config import ConfigError
+
+if TYPE_CHECKING:
+    from rollpacker.comm.world import World
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, dry_run: str) -> None:
+    """Declare the command line; `dry_run` says what --dry-run does."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/demo_cpu.yaml")
+    parser.add_argument(
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        help="override a key (rollout.n=4), or lay another file on top (configs/recipes/dapo.yaml)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
+    parser.add_argument("--debug", action="store_true", help="show a traceback for configuration errors too")
+
+
+def run_on_ranks(arguments: argparse.Namespace, body: Callable[[World], int]) -> int:
+    """Join the other ranks and run `body`; the exit code.
+
+    A ConfigError that all ranks agree on is told once, by rank 0; one that only this rank has seen ends the job.
+    """
+    _prepare_process()
+    from rollpacker.reward.scheduler import start_forkserver
+
+    start_forkserver()  # before MPI_Init: forking afterwards is unsafe on InfiniBand
+    from rollpacker.comm.world import AgreedError, join_world
+
+    world = join_world()
+    try:
+        return body(world)
+    except AgreedError:
+        if world.rank == 0 or arguments.debug:
+            raise
+        return 2
+    except ConfigError as error:  # the other ranks may not have seen it: they would wait for this one
+        sys.stderr.write(f"rollpacker {arguments.command}: {error} (seen by rank {world.rank})\n")
+        sys.stderr.flush()
+        world.comm.Abort(2)
+        return 2
+
+
+def _prepare_process() -> None:
+    """One OpenMP thread per rank, and silence from libraries that talk to users about themselves; before torch loads."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns of long prompts, which are left out
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import logging
+    import warnings
+
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
