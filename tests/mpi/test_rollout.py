@@ -159,23 +159,40 @@ def test_tokens_depend_on_the_seed_alone(
     assert all(other == everywhere[0] for other in everywhere)
 
 
-def test_rollout_logprobs_are_the_models(
-    world: World, platform: Platform, engine: RolloutEngine, model_folder: Path, tp: int
-) -> None:
-    """Against transformers on the same tokens: within 1e-4, as everywhere."""
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"),
+    [(1.0, 1.0, -1), (0.7, 1.0, -1), (1.0, 0.8, -1), (1.0, 1.0, 5), (1.3, 0.9, 12)],
+)
+def test_rollout_logprobs_are_those_of_the_law_that_was_sampled(
+    world: World, platform: Platform, engine: RolloutEngine, model_folder: Path, tp: int, temperature: float,
+    top_p: float, top_k: int,
+) -> None:  # fmt: skip
+    """Against transformers on the same tokens, temperature and truncation applied: within 1e-4, as everywhere.
+
+    So exp(train - rollout), the importance weight of a truncated law, is the share of the model's probability that was kept.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     load_from_megatron(engine, platform, model_folder, tp, 3)
-    responses = decode(engine, requests([7, 8, 9, 10]))
+    responses = decode(engine, requests([7, 8, 9, 10]), SamplingLaw(temperature, top_p, top_k, (2,)))
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     for response in responses.values():
         prompt = response.request.prompt.token_ids
         tokens = torch.tensor([*prompt, *response.token_ids])
         with torch.no_grad():
-            logprobs = model(tokens[None]).logits[0].log_softmax(-1)
-        theirs = logprobs[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None])[:, 0]
-        assert (theirs - torch.tensor(response.rollout_logprobs)).abs().max() <= 1e-4
+            full = (model(tokens[None]).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        targets = tokens[len(prompt) :, None]
+        kept = torch.zeros(full.shape, dtype=torch.bool)
+        for row, logprobs in enumerate(full):
+            order = logprobs.argsort(descending=True)[: top_k if top_k > 0 else None]
+            probs = logprobs[order].softmax(-1)
+            kept[row, order[probs.cumsum(-1) - probs < top_p]] = True  # up to and with the one that reaches top_p
+        law = full.masked_fill(~kept, float("-inf")).log_softmax(-1).gather(1, targets)[:, 0]
+        rollout = torch.tensor(response.rollout_logprobs)
+        assert (law - rollout).abs().max() <= 1e-4
+        share = full.masked_fill(~kept, float("-inf")).exp().sum(-1)
+        assert ((full.gather(1, targets)[:, 0] - rollout).exp() - share).abs().max() <= 1e-4
 
 
 def test_an_abort_leaves_nothing_behind(
