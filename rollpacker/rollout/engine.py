@@ -8,6 +8,7 @@ those of the law that was sampled (`processed_logprobs`), and no batch is left i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,10 +50,7 @@ class RolloutEngine:
     def __init__(self, options: EngineOptions, platform: Platform, *, seed: int) -> None:
         platform.prepare_engine_import(kv_cache_gib=options.kv_cache_gib)
         if platform.name == "cpu":
-            # oneDNN's packed weights leave zero-sized parameters; plain tensors can be written in place, as on CUDA.
-            import vllm._custom_ops
-
-            vllm._custom_ops._supports_onednn = False
+            _adapt_cpu_vllm()
         from vllm import LLM
 
         extra: dict[str, Any] = platform.engine_options(
@@ -198,6 +196,23 @@ class RolloutEngine:
             return preempt(*args, **kwargs)
 
         self._scheduler._preempt_request = counted
+
+
+def _adapt_cpu_vllm() -> None:
+    """Two things of vLLM 0.32 on CPUs, where it counts on other launchers and on never changing weights."""
+    import vllm._custom_ops
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+
+    # oneDNN's packed weights leave zero-sized parameters; plain tensors can be written in place, as on CUDA.
+    vllm._custom_ops._supports_onednn = False
+    # Under the external launcher the shared memory of a tensor-parallel group has the same name in every job: two jobs on
+    # one host, or one after another that was killed, would meet in it. The rendezvous port tells them apart.
+    group_name = SharedMemory.make_group_name
+    if not hasattr(SharedMemory, "is_named_by_job"):
+        SharedMemory.is_named_by_job = True
+        SharedMemory.make_group_name = staticmethod(
+            lambda communicator: f"{os.environ['MASTER_PORT']}{group_name(communicator).replace('/', '')}"
+        )
 
 
 def _sampled_logprobs(completion: Any) -> tuple[float, ...]:

@@ -97,7 +97,8 @@ class WandbRun:
 
     A process of wandb's own does the sending, so a network that is slow or goes away costs training nothing: what could
     not be sent stays in the folder, for `wandb sync`. Where no server answers at the start, the run is an offline one. An
-    error of wandb's ends the logging to wandb, with a message, and nothing else.
+    error of wandb's ends the logging to wandb, with a message, and nothing else. (That process starts after MPI_Init, where
+    a fork would be unsafe; Python's subprocess uses vfork on Linux, which copies no pages.)
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class WandbRun:
         settings = wandb.Settings(
             silent=True, console="off", init_timeout=init_timeout_s, finish_timeout=_FINISH_TIMEOUT_S
         )
-        arguments = {
+        arguments: dict[str, Any] = {
             "project": config.trainer.project_name,
             "name": config.trainer.experiment_name,
             "dir": str(run_dir),
