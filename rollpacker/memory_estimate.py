@@ -20,6 +20,8 @@ DEFAULT_GPU_MEMORY_GIB = 79.0
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 _FP32_BYTES = 4
+ENTROPY_CHUNK_BYTES = 128 << 20
+"""One of the two buffers in which `training/logprobs.py` works off the entropy."""
 # Allowances: nobody can compute these, and a GPU run has yet to measure them (docs/status.md).
 RUNTIME_BYTES = 2 * GIB
 """CUDA context, NCCL buffers, cuBLAS work space and what the caching allocator loses to fragmentation."""
@@ -197,15 +199,19 @@ def layer_backward_bytes(shape: ModelShape, training: TrainingConfig, num_tokens
 
 
 def loss_bytes(shape: ModelShape, training: TrainingConfig, num_tokens: int) -> int:
-    """Final norm (input and output), logits and their copies at the peak of the loss (`Trainer._loss`), for `num_tokens`
+    """Final norm (input and output), logits and their copies at the peak of the loss (`Objective.loss`), for `num_tokens`
     tokens on the last stage.
 
-    One copy in the training dtype from the head, and five in fp32: scaled (`scale_logits`), and in `token_entropy`
-    shifted, exponentiated, clamped and multiplied. Cross entropy works in place; the backward pass needs less.
+    The head's logits in the training dtype, and in fp32 the scaled ones (`scale_logits`), in which cross entropy works in
+    place; on top of them either the chunks of `token_entropy` (forward) or the gradient by the head's logits (backward). An
+    entropy bonus keeps one fp32 copy more; it is not counted.
     """
     tp = training.tensor_model_parallel_size
     columns, size = shape.padded_vocab_size(tp) // tp, ELEMENT_BYTES[training.dtype]
-    return num_tokens * (columns * (size + 5 * _FP32_BYTES) + 2 * shape.hidden_size * size)
+    chunks = min(2 * num_tokens * columns * _FP32_BYTES, 2 * ENTROPY_CHUNK_BYTES)
+    gradient = num_tokens * columns * _FP32_BYTES
+    logits = num_tokens * columns * (size + _FP32_BYTES)
+    return logits + max(chunks, gradient) + 2 * num_tokens * shape.hidden_size * size
 
 
 def micro_batch_tokens(config: Config) -> int:

@@ -112,8 +112,9 @@ def test_activations_by_hand(shapes: dict[str, ModelShape]) -> None:
     elements = 14_336 + 2_304 + 2_048 + 512 + 1_792 + 47_360
     assert layer_bytes(shapes["7B"], training, 1) == 2 * elements + 4 * 14
     assert layer_backward_bytes(shapes["7B"], training, 1) == 2 * (18_944 + 2 * 3_584)
-    # The loss: 76,032 of 152,064 columns, in bf16 and five times in fp32; final norm in and out.
-    assert loss_bytes(shapes["7B"], training, 1) == 76_032 * 22 + 2 * 3_584 * 2
+    # The loss: 76,032 of 152,064 columns in bf16 and in fp32, and in fp32 the entropy's chunks or the gradient; final norm.
+    assert loss_bytes(shapes["7B"], training, 1) == 76_032 * (2 + 4 + 8) + 2 * 3_584 * 2
+    assert loss_bytes(shapes["7B"], training, 9_216) == 9_216 * (76_032 * (2 + 4 + 4) + 2 * 3_584 * 2)
     # With recompute 28 layer inputs of 9216 tokens; without, 28 layers in full.
     assert activation_bytes(config(), shapes["7B"], 0) == 28 * 9_216 * 3_584 * 2
     assert activation_bytes(config(recompute_granularity=None), shapes["7B"], 0) == 28 * 9_216 * (2 * elements + 56)
@@ -148,7 +149,7 @@ def test_both_phases_by_hand(shapes: dict[str, ModelShape]) -> None:
     estimate = estimate_memory(config(rollout={"gpu_memory_utilization": 0.5}), shapes["7B"], 16, 80.0)
     elements = 3_807_910_400
     state = elements * (2 + 4) + elements * 12 // 8
-    loss = 9_216 * (76_032 * 22 + 2 * 3_584 * 2)
+    loss = 9_216 * (76_032 * 10 + 2 * 3_584 * 2)
     assert estimate.training.num_bytes == state + 28 * 9_216 * 3_584 * 2 + loss + CUDA_GRAPHS_BYTES + RUNTIME_BYTES
     # vLLM takes half of the GPU, whatever the trainer holds.
     assert estimate.rollout.num_bytes == state + 40 * GIB + RUNTIME_BYTES
