@@ -5,7 +5,9 @@ deterministic mode).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from rollpacker.types import Group, Prompt, Request, RoundKind
 
@@ -26,6 +28,15 @@ class RoundPlan:
 
 
 @dataclass(frozen=True)
+class RequestStarted:
+    """The request got its first token: it waits for a slot no longer. Only a race needs to know."""
+
+    time_s: float
+    rank: int
+    request_index: int
+
+
+@dataclass(frozen=True)
 class RequestFinished:
     """Generation ended by itself: EOS, a stop token or the length cap."""
 
@@ -38,7 +49,10 @@ class RequestFinished:
 
 @dataclass(frozen=True)
 class RewardDone:
-    """The verifier returned; `is_error` marks a score that stands for a crash, a time-out or a NaN."""
+    """The verifier returned; `is_error` marks a score that stands for a crash, a time-out or a NaN.
+
+    `case_execution_s` holds the seconds of each test case of a code task, in the order of the cases.
+    """
 
     time_s: float
     rank: int
@@ -46,6 +60,7 @@ class RewardDone:
     score: float
     is_error: bool
     execution_s: float
+    case_execution_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,20 @@ class EngineProgress:
     kv_cache_usage: float
 
 
-Event = RequestFinished | RewardDone | EngineProgress
+Event = RequestStarted | RequestFinished | RewardDone | EngineProgress
+_EVENTS: dict[str, Any] = {k.__name__: k for k in (RequestStarted, RequestFinished, RewardDone, EngineProgress)}
+
+
+def event_to_row(event: Event) -> list[Any]:
+    """An event as plain JSON values, for logs that are replayed."""
+    return [type(event).__name__, *astuple(event)]
+
+
+def event_from_row(row: Sequence[Any]) -> Event:
+    """The event that `event_to_row` wrote."""
+    name, *values = row
+    event: Event = _EVENTS[name](*(tuple(v) if isinstance(v, list) else v for v in values))
+    return event
 
 
 # Actions. Every rank sees all of them and carries out those that name its own replica.
@@ -68,10 +96,14 @@ Event = RequestFinished | RewardDone | EngineProgress
 
 @dataclass(frozen=True)
 class ScoreResponse:
-    """Start the reward of a finished response on the leader of the replica that decoded it."""
+    """Start the reward of a finished response on the leader of the replica that decoded it.
+
+    `timeout_s` bounds the whole of it; `case_timeouts_s`, where not empty, each test case in turn.
+    """
 
     request: Request
     timeout_s: float
+    case_timeouts_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,9 +122,13 @@ class LaunchRequests:
 
 @dataclass(frozen=True)
 class RejectGroup:
-    """A filter found that the prompt's group is not worth training; the prompt leaves the epoch."""
+    """The prompt's group is not trained and the prompt leaves the epoch.
+
+    `reason` is "filter" (not worth training) or "reward_error" (a reward failed, `reward.on_error: drop_group`).
+    """
 
     prompt: Prompt
+    reason: str = "filter"
 
 
 @dataclass(frozen=True)

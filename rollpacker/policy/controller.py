@@ -25,6 +25,7 @@ from rollpacker.messages import (
     LaunchRequests,
     RejectGroup,
     RequestFinished,
+    RequestStarted,
     RewardDone,
     RoundPlan,
     RoundStats,
@@ -40,16 +41,20 @@ class RoundState:
     """What is known of the open round, by request index. Policies read it; only the controller writes it."""
 
     plan: RoundPlan
+    started: set[int] = field(default_factory=set)
     finished: dict[int, RequestFinished] = field(default_factory=dict)
     rewards: dict[int, RewardDone] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
-    rejected: set[tuple[str, int]] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)  # ended by themselves while their abort was on its way
+    rejected: dict[tuple[str, int], str] = field(default_factory=dict)  # prompt -> reason
     trained: dict[tuple[str, int], Group] = field(default_factory=dict)
     num_tokens_generated: int = 0
     num_preemptions: int = 0
     is_open: bool = True
     requests: list[Request] = field(default_factory=list)
     requests_of: dict[tuple[str, int], list[Request]] = field(default_factory=dict)
+    finished_of: dict[tuple[str, int], list[Request]] = field(default_factory=dict)  # in the order of generation end
+    num_scored_of: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.launch(self.plan.requests)
@@ -61,10 +66,6 @@ class RoundState:
                 raise RuntimeError(f"request {request.index} was launched as number {len(self.requests)}")
             self.requests.append(request)
             self.requests_of.setdefault(request.prompt.key, []).append(request)
-
-    def is_scored(self, request: Request) -> bool:
-        """Whether generation has ended and the reward is in."""
-        return request.index in self.finished and request.index in self.rewards
 
 
 class RoundComposer(Protocol):
@@ -85,6 +86,9 @@ class SelectionPolicy(Protocol):
 
     def on_scored(self, state: RoundState, request: Request) -> Sequence[Action]:
         """Called when the reward of `request` is in as well."""
+
+    def on_round_end(self, state: RoundState) -> None:
+        """Called once, with every event of the round in: settle what becomes of the prompts that are not trained."""
 
 
 class StepController:
@@ -121,19 +125,29 @@ class StepController:
             state.num_tokens_generated += event.num_new_tokens
             state.num_preemptions += event.num_preemptions
             return []
-        if not state.is_open or event.request_index in state.aborted:
-            return []  # it was on its way when the round, or the request, was ended
-        request = state.requests[event.request_index]
+        index = event.request_index
+        if isinstance(event, RequestStarted):
+            state.started.add(index)
+            return []
+        if not state.is_open or index in state.aborted:  # it was on its way when the round, or the request, was ended
+            if isinstance(event, RequestFinished):
+                state.late.add(index)
+            return []
+        request = state.requests[index]
+        key = request.prompt.key
         if isinstance(event, RequestFinished):
-            if request.index in state.finished:
-                raise RuntimeError(f"request {request.index} of step {state.plan.step} finished twice")
-            state.finished[request.index] = event
+            if index in state.finished:
+                raise RuntimeError(f"request {index} of step {state.plan.step} finished twice")
+            state.started.add(index)
+            state.finished[index] = event
+            state.finished_of.setdefault(key, []).append(request)
             actions: list[Action] = [ScoreResponse(request, self._reward_timeout_s)]
             actions += self._selection.on_finished(state, request)
         else:
-            if request.index in state.rewards:
-                raise RuntimeError(f"request {request.index} of step {state.plan.step} was scored twice")
-            state.rewards[request.index] = event
+            if index in state.rewards:
+                raise RuntimeError(f"request {index} of step {state.plan.step} was scored twice")
+            state.rewards[index] = event
+            state.num_scored_of[key] = state.num_scored_of.get(key, 0) + 1
             actions = list(self._selection.on_scored(state, request))
         for action in actions:
             self._note(state, action)
@@ -147,7 +161,7 @@ class StepController:
         elif isinstance(action, LaunchRequests):
             state.launch(action.requests)
         elif isinstance(action, RejectGroup):
-            state.rejected.add(action.prompt.key)
+            state.rejected[action.prompt.key] = action.reason
         elif isinstance(action, TrainGroup):
             key = action.group.prompt.key
             if key in state.trained:
@@ -159,6 +173,7 @@ class StepController:
     def finish_step(self) -> UpdatePlan:
         """Phase 6: the groups of the step in launch order and the global counts of its loss."""
         state = self.round
+        self._selection.on_round_end(state)
         groups = tuple(state.trained[p] for p in state.requests_of if p in state.trained)
         lengths = [r.num_tokens for g in groups for r in g.responses]
         trained_tokens = sum(lengths)
@@ -191,13 +206,13 @@ def _gist(action: Action) -> tuple[object, ...]:
     if isinstance(action, TrainGroup):
         return name, action.group.prompt.key, tuple(r.request.index for r in action.group.responses)
     if isinstance(action, ScoreResponse):
-        return name, action.request.index, action.timeout_s
+        return name, action.request.index, action.timeout_s, action.case_timeouts_s
     if isinstance(action, AbortRequest):
         return name, action.request.index
     if isinstance(action, LaunchRequests):
         return name, _launched(action.requests)
     if isinstance(action, RejectGroup):
-        return name, action.prompt.key
+        return name, action.prompt.key, action.reason
     return (name,)
 
 

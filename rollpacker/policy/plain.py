@@ -12,7 +12,7 @@ from typing import Protocol
 
 from rollpacker.messages import Action, EndRound, RoundPlan, TrainGroup
 from rollpacker.policy.controller import RoundState, build_group
-from rollpacker.policy.routing import RequestRouter
+from rollpacker.policy.routing import Router
 from rollpacker.types import Prompt, Request, RoundKind
 
 
@@ -21,6 +21,13 @@ class PromptSource(Protocol):
 
     def draw(self, n: int) -> list[Prompt]:
         """The next `n` prompts; fewer only when the data are used up."""
+
+
+class ReturningSource(PromptSource, Protocol):
+    """A source of fresh prompts that takes some back."""
+
+    def push_front(self, prompts: Sequence[Prompt]) -> None:
+        """Put drawn prompts back, to be drawn first."""
 
 
 def request_seed(run_seed: int, step: int, prompt: Prompt, response_index: int) -> int:
@@ -33,7 +40,7 @@ def request_seed(run_seed: int, step: int, prompt: Prompt, response_index: int) 
 class RequestFactory:
     """Prompts to requests, prompt-major: what they all have in common, and the replica and seed of each."""
 
-    router: RequestRouter
+    router: Router
     num_responses: int
     max_tokens: int
     seed: int
@@ -41,7 +48,7 @@ class RequestFactory:
     def requests(self, step: int, prompts: Sequence[Prompt], first_index: int = 0) -> tuple[Request, ...]:
         """`num_responses` requests for each prompt, numbered from `first_index` on."""
         asked = [(prompt, i) for prompt in prompts for i in range(self.num_responses)]
-        replicas = self.router.assign(len(asked), first_index)
+        replicas = self.router.assign([prompt for prompt, _ in asked], first_index)
         return tuple(
             Request(
                 index=index,
@@ -100,9 +107,12 @@ class KeepEverything:
     def on_scored(self, state: RoundState, request: Request) -> Sequence[Action]:
         """Complete the group, and the round with the last group."""
         requests = state.requests_of[request.prompt.key]
-        if not all(state.is_scored(r) for r in requests):
+        if state.num_scored_of[request.prompt.key] < len(requests):
             return ()
         actions: list[Action] = [TrainGroup(build_group(state, requests))]
         if len(state.trained) + 1 == state.plan.num_groups:
             actions.append(EndRound())
         return actions
+
+    def on_round_end(self, state: RoundState) -> None:
+        """Nothing is left over."""
