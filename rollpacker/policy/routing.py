@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollpacker.types import Prompt, Request
+from rollpacker.types import Prompt
 
 
 class Router(Protocol):
@@ -42,15 +42,17 @@ class BalancedRouter:
     LPT rule; with equal predictions it deals the responses out in turn. One object serves one round.
     """
 
-    def __init__(self, num_replicas: int, predict: Callable[[Prompt], float]) -> None:
+    def __init__(self, num_replicas: int, predict: Callable[[Prompt], float], *, capacity_tokens: int = 0) -> None:
+        """`capacity_tokens` is the KV cache of a replica, where `observe` is used."""
         self._predict = predict
-        self._promised = [0.0] * num_replicas
-        self._held = [0.0] * num_replicas
-        self._promise_of: dict[int, float] = {}
+        self._capacity_tokens = capacity_tokens
+        self._promised = dict.fromkeys(range(num_replicas), 0.0)
+        self._held: dict[int, float] = {}
+        self._promise_of: dict[int, tuple[int, float]] = {}
 
     def assign(self, prompts: Sequence[Prompt], first_index: int = 0) -> list[int]:
         """The replica of each response, in launch order; ties go to the lowest replica."""
-        loads = [(max(pair), replica) for replica, pair in enumerate(zip(self._promised, self._held, strict=True))]
+        loads = [(max(tokens, self._held.get(replica, 0.0)), replica) for replica, tokens in self._promised.items()]
         heapq.heapify(loads)
         replicas = []
         for index, prompt in enumerate(prompts, first_index):
@@ -58,17 +60,21 @@ class BalancedRouter:
             load, replica = loads[0]
             heapq.heapreplace(loads, (load + tokens, replica))
             self._promised[replica] += tokens
-            self._promise_of[index] = tokens
+            self._promise_of[index] = replica, tokens
             replicas.append(replica)
         return replicas
 
-    def release(self, request: Request) -> None:
+    def release(self, index: int) -> None:
         """The request has finished or was aborted: its replica is rid of it."""
-        self._promised[request.replica] -= self._promise_of.pop(request.index, 0.0)
+        replica, tokens = self._promise_of.pop(index)
+        if replica in self._promised:
+            self._promised[replica] -= tokens
 
-    def observe(self, replica: int, kv_tokens: float) -> None:
-        """Tokens that a replica's KV cache holds now."""
-        self._held[replica] = kv_tokens
+    def observe(self, kv_cache_usage_of: Mapping[int, float], freed_replicas: Collection[int]) -> None:
+        """Share of its KV cache that each replica uses now, and the replicas that have left the rollout."""
+        self._held = {replica: usage * self._capacity_tokens for replica, usage in kv_cache_usage_of.items()}
+        for replica in freed_replicas:
+            self._promised.pop(replica, None)
 
 
 @dataclass(frozen=True)
@@ -86,28 +92,24 @@ class RunningRequest:
         return max(self.predicted_tokens, float(self.num_tokens))
 
 
-def plan_migration(
-    requests: Sequence[RunningRequest], staying: Collection[int], capacity_tokens: float
-) -> Mapping[int, int] | None:
-    """Where the requests of the other replicas go: request index -> replica that stays; None if they do not fit.
+def plan_migration(requests: Sequence[RunningRequest], staying: Collection[int]) -> dict[int, int]:
+    """Where the requests of the other replicas go: request index -> one of the replicas `staying` (at least one).
 
-    Longest first, each to the replica with the least projected peak. A request that already runs on a staying replica
-    does not move. `capacity_tokens` is what one replica's KV cache holds.
+    Longest first, each to the replica with the fewest tokens to hold in the end. A request that already runs on a
+    staying replica does not move.
     """
-    peaks = dict.fromkeys(sorted(staying), 0.0)
+    load_of = dict.fromkeys(sorted(staying), 0.0)
     movers = []
     for request in requests:
-        if request.replica in peaks:
-            peaks[request.replica] += request.peak_tokens
+        if request.replica in load_of:
+            load_of[request.replica] += request.peak_tokens
         else:
             movers.append(request)
-    heap = [(peak, replica) for replica, peak in peaks.items()]
+    heap = [(load, replica) for replica, load in load_of.items()]
     heapq.heapify(heap)
     targets = {}
     for request in sorted(movers, key=lambda r: (-r.peak_tokens, r.index)):
-        if not heap:
-            return None
-        peak, replica = heap[0]
+        load, replica = heap[0]
         targets[request.index] = replica
-        heapq.heapreplace(heap, (peak + request.peak_tokens, replica))
-    return targets if all(peak <= capacity_tokens for peak, _ in heap) else None
+        heapq.heapreplace(heap, (load + request.peak_tokens, replica))
+    return targets
