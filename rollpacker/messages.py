@@ -65,7 +65,7 @@ class RewardDone:
 
 @dataclass(frozen=True)
 class EngineProgress:
-    """What a replica's engine did during one quantum."""
+    """What a replica's engine did during one quantum; `num_steps` counts its decode steps."""
 
     time_s: float
     rank: int
@@ -73,6 +73,7 @@ class EngineProgress:
     num_preemptions: int
     num_running: int
     kv_cache_usage: float
+    num_steps: int = 0
 
 
 Event = RequestStarted | RequestFinished | RewardDone | EngineProgress
@@ -139,29 +140,59 @@ class TrainGroup:
 
 
 @dataclass(frozen=True)
+class ScaleDown:
+    """The ranks of `freed_replicas` leave the rollout to train; their requests go where `migrations` says.
+
+    `migrations` pairs a request index with the replica that goes on with it, from its prompt and its tokens so far.
+    """
+
+    freed_replicas: tuple[int, ...]
+    migrations: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class EndRound:
     """The rollout of the step is over; fold in what is still on the way, then stop."""
 
 
-Action = ScoreResponse | AbortRequest | LaunchRequests | RejectGroup | TrainGroup | EndRound
+Action = ScoreResponse | AbortRequest | LaunchRequests | RejectGroup | TrainGroup | ScaleDown | EndRound
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What the race has done to the law of the trained samples (policy/audit.py); None = too few audit groups yet."""
+
+    num_groups: int
+    icc: float | None
+    coverage_p50: float | None
+    coverage_p90: float | None
+    coverage_p95: float | None
+    coverage_p99: float | None
+    own_coverage_p95: float | None
+    warning: str | None
 
 
 @dataclass(frozen=True)
 class RoundStats:
-    """Counts of one round, for the metrics."""
+    """Counts of one round, for the metrics; `audit` is that of the run so far."""
 
     kind: RoundKind
     num_launched: int
     num_aborted_prompts: int
     num_aborted_responses: int
     num_rejected_groups: int
+    num_dropped_groups: int
     num_tokens_generated: int
     num_tokens_wasted: int
     num_preemptions: int
     num_reward_errors: int
     num_reward_timeouts: int
+    reward_timeout_budget_s: float | None  # mean of the limits handed out
     tensor_model_parallel_size: int
+    has_switched_tensor_parallel: bool
+    scale_down_progress: float | None  # share of the requests that had finished
     long_queue_len: int
+    audit: AuditReport | None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ bound or the data give no more, and with the rejected groups (whose advantages a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rollpacker.messages import AbortRequest, Action, EndRound, LaunchRequests, RejectGroup, RoundPlan, TrainGroup
 from rollpacker.policy.controller import RoundState, build_group
@@ -65,6 +66,15 @@ class DynamicSampling:
     def long_queue_len(self) -> int:
         """Nothing is ever deferred."""
         return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, and what the filter lets pass."""
+        return {"source": self._source.state_dict(), "acceptance": self.acceptance.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved state."""
+        self._source.load_state_dict(state["source"])
+        self.acceptance.load_state_dict(state["acceptance"])
 
     def on_finished(self, state: RoundState, request: Request) -> Sequence[Action]:  # noqa: ARG002
         """A finished response only waits for its reward."""

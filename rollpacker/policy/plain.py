@@ -6,9 +6,9 @@ It is the baseline of every comparison and the oracle of every other mode.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollpacker.messages import Action, EndRound, RoundPlan, TrainGroup
 from rollpacker.policy.controller import RoundState, build_group
@@ -21,6 +21,12 @@ class PromptSource(Protocol):
 
     def draw(self, n: int) -> list[Prompt]:
         """The next `n` prompts; fewer only when the data are used up."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as plain JSON values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a saved position."""
 
 
 class ReturningSource(PromptSource, Protocol):
@@ -95,6 +101,14 @@ class PlainComposer:
     def long_queue_len(self) -> int:
         """Nothing is ever deferred."""
         return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data."""
+        return {"source": self._source.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved position."""
+        self._source.load_state_dict(state["source"])
 
 
 class KeepEverything:

@@ -38,14 +38,14 @@ class ListSource:
         return drawn
 
 
-def make_controller(num_prompts: int, batch: int = 4, n: int = 3, replicas: int = 2) -> StepController:
+def make_controller(num_prompts: int, batch: int = 4, n: int = 3, replicas: int = 2, **options) -> StepController:
     composer = PlainComposer(
         ListSource(num_prompts),
         RequestFactory(RequestRouter(replicas), num_responses=n, max_tokens=10, seed=0),
         train_batch_size=batch,
         tensor_model_parallel_size=1,
     )
-    return StepController(composer, KeepEverything(), reward_timeout_s=2.0)
+    return StepController(composer, KeepEverything(), reward_timeout_s=2.0, **options)
 
 
 class ShuffledBackend:
