@@ -82,7 +82,7 @@ class VirtualRollout:
         self.step, self.now, self.is_open = plan.step, 0, True
         self.size = plan.tensor_model_parallel_size
         self.waiting: dict[int, list[tuple[int, Request]]] = {}
-        self.running: dict[int, tuple[Request, int]] = {}  # index -> request, tick of its end
+        self.running: dict[int, tuple[int, int]] = {}  # index -> ticks of its start and of its end
         self.num_running: dict[int, int] = {}
         self.gone: set[int] = set()
         self.heap: list[tuple[int, int, int, str, object]] = []  # tick, rank, order, kind, what
@@ -117,8 +117,8 @@ class VirtualRollout:
             return []
         if kind == "start":
             return [RequestStarted(float(tick), rank, request.index)]
-        self.running.pop(request.index)
-        length = self.workload.length(self.step, request)
+        start, end = self.running.pop(request.index)
+        length = end - start
         self.new_tokens += length
         self._leave(request, tick)
         reason = "length" if length >= request.max_tokens else "stop"
@@ -134,9 +134,8 @@ class VirtualRollout:
         elif isinstance(action, AbortRequest):
             self.gone.add(action.request.index)
             if action.request.index in self.running:
-                _, end = self.running.pop(action.request.index)
-                length = self.workload.length(self.step, action.request)
-                self.new_tokens += max(length - (end - self.now), 0)
+                start, _ = self.running.pop(action.request.index)
+                self.new_tokens += max(self.now - start, 0)
                 self._leave(action.request, self.now)
         elif isinstance(action, EndRound):
             self.is_open = False
@@ -175,7 +174,7 @@ class VirtualRollout:
             if request.index in self.gone:
                 continue
             end = tick + self.workload.length(self.step, request)
-            self.running[request.index] = request, end
+            self.running[request.index] = tick, end
             self.num_running[replica] = self.num_running.get(replica, 0) + 1
             self._push(tick + 1, replica * self.size, "start", request)
             self._push(end, replica * self.size, "finish", request)
