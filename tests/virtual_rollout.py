@@ -33,7 +33,7 @@ from rollpacker.messages import (
 from rollpacker.policy.audit import SampleAudit
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.filters import ZeroVarianceFilter
-from rollpacker.policy.planner import FixedPlanner
+from rollpacker.policy.planner import SchedulePlanner
 from rollpacker.policy.tail_batching import TailBatchOptions, TailBatchScheduler
 from rollpacker.types import Prompt, Request
 
@@ -212,6 +212,7 @@ class Setting:
     max_launched_ratio: float = 4.0
     drops_failed: bool = False
     num_gpus: int = 4
+    schedule: tuple[int, ...] = (1,)
     seed: int = 0
 
     def build(self) -> tuple[StepController, TailBatchScheduler, PromptOrder]:
@@ -239,7 +240,7 @@ class Setting:
                 drop_failed_groups=self.drops_failed,
             ),
             prompt_of=lambda prompt_id, epoch: prompt_of(prompt_id, epoch, self.num_domains),
-            planner=FixedPlanner(1),
+            planner=SchedulePlanner(self.schedule),
             audit=audit,
             group_filter=ZeroVarianceFilter() if self.has_filter else None,
         )

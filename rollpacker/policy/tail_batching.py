@@ -149,7 +149,7 @@ class TailBatchScheduler:
         if len(self._queue) >= batch or self._must_drain(step):
             return self._compose_long(step)
         while True:
-            prompts = self._draw(self._num_to_launch(0))
+            prompts = self._draw(self._num_to_launch())
             if len(prompts) >= batch:
                 return self._plan(step, RoundKind.SHORT, prompts, batch)
             if self._options.drain == "none":
@@ -213,12 +213,12 @@ class TailBatchScheduler:
         factory = RequestFactory(race.router, num_responses, self._options.max_tokens, self._options.seed)
         return factory.requests(step, prompts, first_index)
 
-    def _num_to_launch(self, num_launched: int, num_wanted: int | None = None) -> int:
-        """Prompts to launch so that `num_wanted` should pass the filter, within the round's bound."""
-        wanted = self._options.num_raced_prompts if num_wanted is None else num_wanted
+    def _num_to_launch(self) -> int:
+        """Prompts to launch so that as many should pass the filter as race without one, within the round's bound."""
+        wanted = self._options.num_raced_prompts
         if self._filter is None:
             return wanted
-        return min(_ceil(wanted / self._acceptance.mean), self._options.max_launched - num_launched)
+        return min(_ceil(wanted / self._acceptance.mean), self._options.max_launched)
 
     def _draw(self, n: int) -> list[Prompt]:
         """Up to `n` fresh prompts; those that are drawn for the audit go to the queue, unraced and unseen.

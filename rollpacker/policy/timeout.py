@@ -11,6 +11,7 @@ Invariants: a limit never falls below `min_s` nor rises above `max_s`; only corr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 
@@ -43,13 +44,8 @@ class AdaptiveTimeout:
         """A response was scored; one that is not correct teaches nothing."""
         if score < self._correct_score or not case_execution_s:
             return
-        anchors = self._anchors.setdefault(prompt_id, [0.0] * len(case_execution_s))
-        if len(anchors) != len(case_execution_s):
-            raise ValueError(
-                f"prompt {prompt_id!r}: {len(case_execution_s)} execution times, {len(anchors)} before: expected one for "
-                "each test case, always in the same order."
-            )
-        self._anchors[prompt_id] = [max(pair) for pair in zip(anchors, case_execution_s, strict=True)]
+        pairs = zip_longest(self._anchors.get(prompt_id, ()), case_execution_s, fillvalue=0.0)
+        self._anchors[prompt_id] = [max(pair) for pair in pairs]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

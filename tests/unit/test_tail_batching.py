@@ -11,9 +11,7 @@ from rollpacker.messages import (
     LaunchRequests,
     RejectGroup,
     RequestFinished,
-    RequestStarted,
     RewardDone,
-    TrainGroup,
 )
 from rollpacker.types import Prompt, Request, RoundKind
 
@@ -385,8 +383,9 @@ def test_a_lost_race_is_evidence_of_length() -> None:
     assert scheduler._history.predict("p1") > scheduler._history.predict("p0")
 
 
-def test_started_requests_are_those_with_a_token() -> None:
-    rollout = Setting(num_gpus=1).run(Workload(slow(), num_slots=4))
-    log = rollout.rounds[0]
-    assert len([e for e in log.events if isinstance(e, RequestStarted)]) < len(log.plan.requests)
-    assert all(isinstance(a.group.prompt.prompt_id, str) for a in log.actions if isinstance(a, TrainGroup))
+def test_the_planners_size_sets_the_replicas_of_the_round() -> None:
+    rollout = Setting(schedule=(1, 2, 1, 4)).run(Workload(slow()))
+    plans = [log.plan for log in rollout.rounds[:4]]
+    assert [p.tensor_model_parallel_size for p in plans] == [1, 2, 1, 4]
+    assert [len({r.replica for r in p.requests}) for p in plans] == [4, 2, 4, 1]
+    assert [u.stats.has_switched_tensor_parallel for u in rollout.updates[:5]] == [False, True, True, True, False]
