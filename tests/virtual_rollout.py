@@ -34,6 +34,7 @@ from rollpacker.policy.audit import SampleAudit
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.filters import ZeroVarianceFilter
 from rollpacker.policy.planner import SchedulePlanner
+from rollpacker.policy.scale_down import ScaleDownPolicy
 from rollpacker.policy.tail_batching import TailBatchOptions, TailBatchScheduler
 from rollpacker.types import Prompt, Request
 
@@ -213,6 +214,7 @@ class Setting:
     drops_failed: bool = False
     num_gpus: int = 4
     schedule: tuple[int, ...] = (1,)
+    kv_capacity_tokens: int | None = None  # scale-down in all rounds, where it is given
     seed: int = 0
 
     def build(self) -> tuple[StepController, TailBatchScheduler, PromptOrder]:
@@ -244,7 +246,16 @@ class Setting:
             audit=audit,
             group_filter=ZeroVarianceFilter() if self.has_filter else None,
         )
-        controller = StepController(scheduler, scheduler, reward_timeout_s=9.0, audit=audit)
+        scale_down = None
+        if self.kv_capacity_tokens is not None:
+            scale_down = ScaleDownPolicy(
+                num_gpus=self.num_gpus,
+                training_replica_size=1,
+                capacity_tokens=lambda tp: self.kv_capacity_tokens,
+                predict=lambda prompt: 50.0,
+                all_rounds=True,
+            )
+        controller = StepController(scheduler, scheduler, reward_timeout_s=9.0, audit=audit, scale_down=scale_down)
         return controller, scheduler, order
 
     def run(self, workload: Workload) -> VirtualRollout:
