@@ -86,6 +86,7 @@ class VirtualRollout:
         self.running: dict[int, tuple[int, int]] = {}  # index -> ticks of its start and of its end
         self.num_running: dict[int, int] = {}
         self.gone: set[int] = set()
+        self.freed: tuple[int, ...] = ()
         self.heap: list[tuple[int, int, int, str, object]] = []  # tick, rank, order, kind, what
         self.order = 0
         self.new_tokens = 0
@@ -131,6 +132,9 @@ class VirtualRollout:
             reward = self.workload.reward(self.step, action.request)
             self._push(self.now + reward.ticks, action.request.replica, "reward", (action.request.index, reward))
         elif isinstance(action, LaunchRequests):
+            assert not any(r.replica in self.freed for r in action.requests), (
+                "a replica that trains decodes nothing new"
+            )
             self._add(action.requests)
         elif isinstance(action, AbortRequest):
             self.gone.add(action.request.index)
@@ -140,8 +144,12 @@ class VirtualRollout:
                 self._leave(action.request, self.now)
         elif isinstance(action, EndRound):
             self.is_open = False
+        elif isinstance(action, ScaleDown):
+            moved = [index for index, _ in action.migrations]
+            assert not self.gone.intersection(moved), "an aborted request has nothing to migrate"
+            self.freed = action.freed_replicas
         else:
-            assert isinstance(action, TrainGroup | RejectGroup | ScaleDown)
+            assert isinstance(action, TrainGroup | RejectGroup)
 
     def apply_update(self, update: UpdatePlan) -> None:
         self.rounds[-1].update = update
