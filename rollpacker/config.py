@@ -84,7 +84,21 @@ class RolloutConfig:
 class TailBatchingConfig:
     """Which responses a step waits for (paper section 4.1)."""
 
-    mode: str = key("off", "off = plain synchronous rollout.", ("off",))
+    mode: str = key(
+        "off",
+        "off = plain synchronous rollout; paper = launch more prompts and responses, keep the first to finish.",
+        ("off", "paper"),
+    )
+    eta_prompts: float = key(1.25, "Prompts that a SHORT round launches, as a multiple of data.train_batch_size.")
+    eta_responses: float = key(1.25, "Responses that a SHORT round launches, as a multiple of rollout.n.")
+    audit_fraction: float = key(
+        0.02, "Share of the prompts that never race, to measure what the race does to the rest."
+    )
+    drain: str = key(
+        "training",
+        "When LONG rounds empty the queue of slow prompts: at the end of the training, of each epoch, or not at all.",
+        ("training", "epoch", "none"),
+    )
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,11 @@ class RewardConfig:
     function: str | None = key(None, "A reward function of your own, path.py:name; replaces the verifier.")
     num_workers: int = key(1, "Processes per replica that score responses while the rollout goes on.")
     timeout_s: float = key(2.0, "Longest time one score may take, in seconds; more costs that sample (score 0).")
+    on_error: str = key(
+        "score_zero",
+        "A reward that fails or is late: score_zero = 0 for that response, drop_group = its prompt is not trained.",
+        ("score_zero", "drop_group"),
+    )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ _AT_LEAST: dict[str, float] = {
     "rollout.max_num_seqs": 1,
     "rollout.quantum_ms": 1,
     "rollout.weight_noise": 0,
+    "tail_batching.eta_prompts": 1,
+    "tail_batching.eta_responses": 1,
+    "tail_batching.audit_fraction": 0,
     "reward.num_workers": 1,
     "reward.timeout_s": 0.01,
     "algorithm.clip_ratio_low": 0,
@@ -159,6 +162,15 @@ def _validate_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.overlong_buffer_len={algorithm.overlong_buffer_len} is above data.max_response_length="
             f"{data.max_response_length}: even an empty response would be punished. Lower it."
+        )
+    if config.tail_batching.audit_fraction > 1:
+        raise ConfigError(
+            f"tail_batching.audit_fraction={config.tail_batching.audit_fraction:g}: must be at most 1, a share of the prompts."
+        )
+    if config.reward.on_error == "drop_group" and config.tail_batching.mode == "off":
+        raise ConfigError(
+            "reward.on_error=drop_group with tail_batching.mode=off: a plain round trains every group. Set "
+            "reward.on_error=score_zero, or tail_batching.mode=paper."
         )
     if config.filter.mode != "off" and config.rollout.n < 2:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rollpacker.config import Config, ConfigError, every_key
+from rollpacker.config import Config, ConfigError, RolloutConfig, every_key
 from rollpacker.config_checks import validate
 
 _BASE = "base"
@@ -50,9 +50,29 @@ def load_config(path: str, overrides: list[str] | None = None, *, prompts: str =
             _lay_on(tree, overlay)
         else:
             _apply_override(tree, word)
+    _resolve_aliases(tree)
     config: Config = _build(Config, tree, "")
     validate(config, prompts)
     return config
+
+
+def _resolve_aliases(tree: dict[str, Any]) -> None:
+    """ROLL's names for the sizes of a race; its number of responses is absolute."""
+    section = tree.get("tail_batching")
+    if not isinstance(section, dict):
+        return
+    for alias, name in (("max_prompts_ratio", "eta_prompts"), ("max_num_return_sequences", "eta_responses")):
+        if alias not in section:
+            continue
+        if name in section:
+            raise ConfigError(f"tail_batching.{alias} and tail_batching.{name} say the same; keep one.")
+        value = section.pop(alias)
+        if alias == "max_num_return_sequences":
+            rollout = tree.get("rollout")
+            n = rollout.get("n") if isinstance(rollout, dict) else None
+            value = _scalar("tail_batching.max_num_return_sequences", value, int)
+            value /= _scalar("rollout.n", RolloutConfig().n if n is None else n, int)
+        section[name] = value
 
 
 def is_overlay(word: str) -> bool:

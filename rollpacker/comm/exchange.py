@@ -20,11 +20,14 @@ import numpy as np
 from mpi4py import MPI
 
 from rollpacker.comm.world import wait_for
-from rollpacker.messages import EngineProgress, Event, RequestFinished, RewardDone
+from rollpacker.messages import EngineProgress, Event, RequestFinished, RequestStarted, RewardDone
 
 NUM_SLOTS = 64
 _FINISH_REASONS = ("stop", "length")
-_FINISHED, _REWARD = 1, 2
+_FINISHED, _REWARD, _STARTED = 1, 2, 3
+
+SlotEvent = RequestStarted | RequestFinished | RewardDone
+"""What travels in slots; an EngineProgress is part of each leader's record."""
 
 _SLOT = np.dtype(
     [
@@ -44,6 +47,7 @@ _RECORD = np.dtype(
         ("is_leader", "u1"),
         ("next_num_steps", "i4"),
         ("num_new_tokens", "i8"),
+        ("num_steps", "i4"),
         ("num_preemptions", "i8"),
         ("num_running", "i4"),
         ("kv_cache_usage", "f8"),
@@ -81,7 +85,7 @@ class EventExchange:
         self._send = [np.zeros(1, _RECORD) for _ in range(2)]
         self._receive = [np.zeros(comm.size, _RECORD) for _ in range(2)]
         self._outstanding: deque[tuple[int, MPI.Request]] = deque()
-        self._waiting: deque[RequestFinished | RewardDone] = deque()
+        self._waiting: deque[SlotEvent] = deque()
         self._num_posted = 0
 
     @property
@@ -93,7 +97,7 @@ class EventExchange:
         """Drop events that found no slot before the round ended: nobody has seen them, and nobody will."""
         self._waiting.clear()
 
-    def add(self, event: RequestFinished | RewardDone) -> None:
+    def add(self, event: SlotEvent) -> None:
         """Queue an event of this rank for the next record."""
         self._waiting.append(event)
 
@@ -138,19 +142,21 @@ class EventExchange:
         self._comm.Free()
 
 
-def _fill_record(record: Any, report: QuantumReport, events: list[RequestFinished | RewardDone]) -> None:
+def _fill_record(record: Any, report: QuantumReport, events: list[SlotEvent]) -> None:
     progress = report.progress
     record["digest"], record["is_leader"] = report.digest, report.is_leader
     record["next_num_steps"] = report.next_num_steps
     record["num_new_tokens"], record["num_preemptions"] = progress.num_new_tokens, progress.num_preemptions
     record["num_running"], record["kv_cache_usage"] = progress.num_running, progress.kv_cache_usage
-    record["time_s"] = progress.time_s
+    record["time_s"], record["num_steps"] = progress.time_s, progress.num_steps
     record["num_slots"] = len(events)
     for slot, event in zip(record["slots"], events, strict=False):
         slot["request_index"], slot["time_s"] = event.request_index, event.time_s
         if isinstance(event, RequestFinished):
             slot["kind"], slot["num_tokens"] = _FINISHED, event.num_tokens
             slot["finish_reason"] = _FINISH_REASONS.index(event.finish_reason)
+        elif isinstance(event, RequestStarted):
+            slot["kind"] = _STARTED
         else:
             slot["kind"], slot["score"] = _REWARD, event.score
             slot["is_error"], slot["execution_s"] = event.is_error, event.execution_s
@@ -163,6 +169,8 @@ def _read_record(record: Any, rank: int) -> list[Event]:
         if slot["kind"] == _FINISHED:
             reason = _FINISH_REASONS[slot["finish_reason"]]
             events.append(RequestFinished(time_s, rank, index, int(slot["num_tokens"]), reason))
+        elif slot["kind"] == _STARTED:
+            events.append(RequestStarted(time_s, rank, index))
         else:
             score, is_error = float(slot["score"]), bool(slot["is_error"])
             events.append(RewardDone(time_s, rank, index, score, is_error, float(slot["execution_s"])))
@@ -175,6 +183,7 @@ def _read_record(record: Any, rank: int) -> list[Event]:
                 int(record["num_preemptions"]),
                 int(record["num_running"]),
                 float(record["kv_cache_usage"]),
+                int(record["num_steps"]),
             )
         )
     return events

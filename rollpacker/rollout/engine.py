@@ -80,6 +80,7 @@ class RolloutEngine:
         self._scheduler = core.scheduler
         self._model_runner = core.model_executor.driver_worker.worker.model_runner
         self._requests: dict[str, Request] = {}
+        self._unstarted: dict[str, Request] = {}
         self._ended_tokens = 0
         self._counted_tokens = 0
         self._num_preemptions = 0
@@ -120,7 +121,7 @@ class RolloutEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         request_id = str(request.index)
-        self._requests[request_id] = request
+        self._requests[request_id] = self._unstarted[request_id] = request
         prompt = {"prompt_token_ids": list(request.prompt.token_ids)}
         self._engine.add_request(request_id, prompt, params, priority=request.index)
 
@@ -132,6 +133,7 @@ class RolloutEngine:
         self._ended_tokens += before - self._unfinished_tokens()
         for request_id in request_ids:
             del self._requests[request_id]
+            self._unstarted.pop(request_id, None)
 
     def step(self) -> list[Response]:
         """One engine step; the responses that ended in it."""
@@ -150,6 +152,12 @@ class RolloutEngine:
                 )
             )
         return finished
+
+    def take_started(self) -> list[Request]:
+        """The requests that got their first token since the last call, in launch order (those that ended at once, too)."""
+        waiting = self._scheduler.requests
+        started = [i for i in self._unstarted if i not in waiting or waiting[i].num_output_tokens > 0]
+        return [self._unstarted.pop(request_id) for request_id in started]
 
     def take_counts(self) -> tuple[int, int]:
         """Tokens generated and preemptions since the last call."""

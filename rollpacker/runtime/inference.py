@@ -132,6 +132,7 @@ def build_rollout(
         quantum_s=config.rollout.quantum_ms / 1e3,
         deterministic=config.trainer.deterministic,
         is_validation=is_validation,
+        is_raced=config.tail_batching.mode != "off" and not is_validation,
     )
 
 

@@ -62,7 +62,7 @@ class StepReporter:
     ) -> None:
         self._world = world
         self._mismatch_correction = mismatch_correction
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_race = False
         self._sinks = sinks
         self._cap = max_response_length
         self._num_requests = 0
@@ -133,6 +133,7 @@ class StepReporter:
                 self._sinks.trace.add_counter(rank, "control_cpu_s", report.end_s, facts.control_cpu_s)
                 self._sinks.trace.add_counter(rank, "engine_busy_s", report.end_s, facts.engine_busy_s)
         self._warn_of_mismatch(metrics)
+        self._warn_of_race(update)
         self._note_failures([m for rank in gathered for m in rank.reward_messages], "step")
         self._sinks.display.step_done(metrics)
 
@@ -144,6 +145,13 @@ class StepReporter:
         if advice and not self._has_warned and self._sinks is not None:
             self._sinks.display.note(f"step {self._step}: {advice}")
             self._has_warned = True
+
+    def _warn_of_race(self, update: UpdatePlan) -> None:
+        """Once a run: what the race does to the samples."""
+        audit = update.stats.audit
+        if audit is not None and audit.warning and not self._has_warned_of_race and self._sinks is not None:
+            self._sinks.display.note(f"step {self._step}: {audit.warning}")
+            self._has_warned_of_race = True
 
     def _note_failures(self, messages: Sequence[str], where: str) -> None:
         assert self._sinks is not None, "only rank 0 tells the user"

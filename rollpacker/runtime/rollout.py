@@ -26,6 +26,7 @@ from rollpacker.messages import (
     Event,
     LaunchRequests,
     RequestFinished,
+    RequestStarted,
     RewardDone,
     RoundPlan,
     ScoreResponse,
@@ -113,7 +114,9 @@ class LiveRollout:
         quantum_s: float,
         deterministic: bool,
         is_validation: bool = False,
+        is_raced: bool = False,
     ) -> None:
+        """`is_raced`: the controller wants to know which requests have got a token."""
         self._engine = engine
         self._exchange = exchange
         self._rewards = rewards
@@ -123,10 +126,12 @@ class LiveRollout:
         self._tokenizer = tokenizer
         self._law = law
         self._is_validation = is_validation
+        self._is_raced = is_raced
         self._quantum_s = quantum_s
         self._deterministic = deterministic
         self._num_steps = _FIXED_NUM_STEPS if deterministic else 1
         self._step_s = quantum_s
+        self._steps_in_quantum = 0
         self._virtual_s = 0.0
         self._step = 0
         self._is_open = False
@@ -211,7 +216,9 @@ class LiveRollout:
         if self._engine.num_requests:
             self._mark_busy()
         while num_steps < self._num_steps and self._engine.num_requests:
-            for response in self._engine.step():
+            responses = self._engine.step()
+            self._on_started(self._engine.take_started())
+            for response in responses:
                 self._on_response(response)
             num_steps += 1
             self._virtual_s += _VIRTUAL_STEP_S
@@ -219,6 +226,7 @@ class LiveRollout:
             if not self._deterministic:
                 self._collect_rewards(wait=False)
         busy_s = time.perf_counter() - start
+        self._steps_in_quantum = num_steps
         if num_steps:
             self.facts.engine_busy_s += busy_s
             self._step_s = busy_s / num_steps
@@ -238,6 +246,12 @@ class LiveRollout:
             if idle_s > _MIN_PAUSE_S and self._exchange.is_ready():
                 return
             time.sleep(0.5e-3)
+
+    def _on_started(self, requests: Sequence[Request]) -> None:
+        """A race has to know who has got a token; without one nobody asks."""
+        if self._is_raced and self._placement.is_leader:
+            for request in requests:
+                self._exchange.add(RequestStarted(self._now(), self._world.rank, request.index))
 
     def _on_response(self, response: Response) -> None:
         if not self._placement.is_leader:
@@ -291,7 +305,13 @@ class LiveRollout:
         new_tokens, preemptions = self._engine.take_counts()
         num_running = self._engine.num_requests
         progress = EngineProgress(
-            self._now(), self._world.rank, new_tokens, preemptions, num_running, self._engine.kv_cache_usage
+            self._now(),
+            self._world.rank,
+            new_tokens,
+            preemptions,
+            num_running,
+            self._engine.kv_cache_usage,
+            self._steps_in_quantum,
         )
         wanted = _FIXED_NUM_STEPS
         if not self._deterministic:

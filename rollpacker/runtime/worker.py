@@ -16,12 +16,8 @@ from rollpacker.config_file import to_yaml
 from rollpacker.data.prompts import PromptDataset, PromptOrder, load_examples
 from rollpacker.model_shape import ModelShape, read_model_shape
 from rollpacker.platform.device import Platform, select_platform
-from rollpacker.policy.audit import SampleAudit
 from rollpacker.policy.controller import StepController
-from rollpacker.policy.dynamic_sampling import DynamicSampling
-from rollpacker.policy.filters import ZeroVarianceFilter
-from rollpacker.policy.plain import KeepEverything, PlainComposer, RequestFactory
-from rollpacker.policy.routing import RequestRouter
+from rollpacker.policy.modes import build_controller, build_plain_controller
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.profiling.trace import TraceWriter
 from rollpacker.runtime.backend import ClusterBackend, Parts
@@ -227,43 +223,17 @@ class Worker:
         return Trainer(model, optimizer, schedule, self.config, self.checked.shape, ranks, platform)
 
     def _build_controller(self) -> StepController:
-        config, checked = self.config, self.checked
-        factory = RequestFactory(
-            RequestRouter(self.world.size // config.rollout.tensor_model_parallel_size),
-            num_responses=config.rollout.n,
-            max_tokens=config.data.max_response_length,
-            seed=config.trainer.seed,
-        )
-        sizes = {
-            "train_batch_size": config.data.train_batch_size,
-            "tensor_model_parallel_size": config.rollout.tensor_model_parallel_size,
-        }
-        # Without a race every group shows the law of the samples, so every group is audited.
-        options = {
-            "reward_timeout_s": config.reward.timeout_s,
-            "audit": SampleAudit(fraction=1.0, seed=config.trainer.seed),
-        }
-        if config.filter.mode == "off" or checked.replay is not None:  # a dump holds what its run has trained
-            composer = PlainComposer(checked.replay or self._prompt_order(), factory, **sizes)
-            return StepController(composer, KeepEverything(), **options)
-        sampling = DynamicSampling(
-            self._prompt_order(),
-            factory,
-            ZeroVarianceFilter(),
-            max_launched_ratio=config.filter.max_launched_ratio,
-            **sizes,
-        )
-        return StepController(sampling, sampling, **options)
-
-    def _prompt_order(self) -> PromptOrder:
-        config = self.config
-        return PromptOrder(
+        if self.checked.replay is not None:  # a dump holds what its run has trained
+            return build_plain_controller(self.config, self.checked.replay, self.world.size)
+        data, trainer = self.config.data, self.config.trainer
+        order = PromptOrder(
             self.checked.dataset.examples,
-            seed=config.trainer.seed if config.data.seed is None else config.data.seed,
-            shuffle=config.data.shuffle,
-            total_epochs=None if config.trainer.total_training_steps else config.trainer.total_epochs,
-            domains=config.data.domains,
+            seed=trainer.seed if data.seed is None else data.seed,
+            shuffle=data.shuffle,
+            total_epochs=None if trainer.total_training_steps else trainer.total_epochs,
+            domains=data.domains,
         )
+        return build_controller(self.config, order, self.world.size, order.prompt)
 
     def _build_backend(self) -> ClusterBackend:
         config, world = self.config, self.world
