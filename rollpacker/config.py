@@ -40,7 +40,7 @@ class DataConfig:
     train_files: list[str] = key([], "Prompt files (.jsonl, .parquet); relative paths start at the working directory.")
     val_files: list[str] = key([], "Prompt files for validation and `rollpacker eval`; empty = no validation.")
     domains: dict[str, float] = key({}, "Weights by which prompts are drawn, domain: weight; {} = as they come.")
-    train_batch_size: int = key(128, "Prompts per optimizer step (P0 of the paper).")
+    train_batch_size: int = key(128, "Prompts per step, one rollout and its updates (P0 of the paper).")
     max_prompt_length: int = key(1024, "Longest prompt, in tokens; longer ones are left out and counted.")
     max_response_length: int = key(8192, "Length cap of a response, in tokens.")
     shuffle: bool = key(True, "Shuffle the prompts anew in each epoch.")
@@ -155,7 +155,9 @@ class AlgorithmConfig:
     clip_ratio_low: float = key(0.2, "The ratio is clipped below at 1 - this.")
     clip_ratio_high: float = key(0.2, "The ratio is clipped above at 1 + this.")
     clip_ratio_c: float | None = key(3.0, "Dual clip: bound of the loss where the advantage is negative; null = off.")
-    ppo_mini_batch_size: int | None = key(None, "Prompts per optimizer step; null = all of a step, one update.")
+    ppo_mini_batch_size: int | None = key(
+        None, "Prompts per optimizer update, dividing data.train_batch_size; null = all, one update."
+    )
     ppo_epochs: int = key(1, "Passes of updates over the samples of a step.")
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus in the loss.")
     use_kl_loss: bool = key(False, "Add the KL to the reference model to the loss.")
@@ -197,7 +199,7 @@ class TrainingConfig:
     lr: float = key(1e-6, "Peak learning rate.")
     min_lr: float = key(0.0, "Learning rate at the end of the decay.")
     lr_decay_style: str = key("constant", "Shape of the decay.", ("constant", "linear", "cosine"))
-    lr_warmup_steps: int = key(0, "Optimizer steps of linear warm-up.")
+    lr_warmup_steps: int = key(0, "Steps of linear warm-up.")
     weight_decay: float = key(0.01, "Decoupled weight decay.")
     adam_beta1: float = key(0.9, "Adam's first-moment decay.")
     adam_beta2: float = key(0.999, "Adam's second-moment decay.")
@@ -210,7 +212,7 @@ class TrainerConfig:
     """The run: its length, seed, device and files."""
 
     total_epochs: int = key(1, "Passes over the prompts.")
-    total_training_steps: int | None = key(None, "Hard cap on optimizer steps; overrides total_epochs.")
+    total_training_steps: int | None = key(None, "Hard cap on steps; overrides total_epochs.")
     default_local_dir: str = key("outputs/run", "Run directory; an earlier run there is moved aside.")
     rollout_data_dir: str | None = key(None, "Dump each round's samples here, for rollout.replay.")
     save_freq: int = key(-1, "Export the model every so many steps and at the end; -1 = at the end only, 0 = never.")

@@ -19,6 +19,8 @@ _AT_LEAST: dict[str, float] = {
     "rollout.tensor_model_parallel_size": 1,
     "rollout.max_num_seqs": 1,
     "rollout.quantum_ms": 1,
+    "rollout.n": 1,
+    "rollout.top_k": -1,
     "rollout.weight_noise": 0,
     "tail_batching.eta_prompts": 1,
     "tail_batching.eta_responses": 1,
@@ -165,7 +167,7 @@ def _validate_algorithm(config: Config) -> None:
         )
     if config.tail_batching.audit_fraction > 1:
         raise ConfigError(
-            f"tail_batching.audit_fraction={config.tail_batching.audit_fraction:g}: must be at most 1, a share of the prompts."
+            f"tail_batching.audit_fraction={config.tail_batching.audit_fraction:g}: a share of the prompts, at most 1."
         )
     if config.reward.on_error == "drop_group" and config.tail_batching.mode == "off":
         raise ConfigError(
@@ -176,6 +178,35 @@ def _validate_algorithm(config: Config) -> None:
         raise ConfigError(
             f"filter.mode={config.filter.mode} with rollout.n={config.rollout.n}: the scores of a group of one are always "
             "equal, so every group would be replaced. Set rollout.n to 2 or more, or filter.mode=off."
+        )
+    if config.filter.mode != "off" and algorithm.adv_estimator == "reinforce_plus_plus":
+        raise ConfigError(
+            f"filter.mode={config.filter.mode} with algorithm.adv_estimator=reinforce_plus_plus: that estimator compares "
+            "with the whole step, so a group whose scores are all equal still teaches. Set filter.mode=off."
+        )
+    decays = config.training.lr_decay_style != "constant" or config.training.lr_warmup_steps
+    if config.filter.mode != "off" and decays and config.trainer.total_training_steps is None:
+        raise ConfigError(
+            f"training.lr_decay_style={config.training.lr_decay_style}, lr_warmup_steps={config.training.lr_warmup_steps} "
+            f"with filter.mode={config.filter.mode}: how many steps the prompts last is not known, so the schedule has no "
+            "end. Set trainer.total_training_steps, or a constant rate without warm-up."
+        )
+    if config.model.reference_path is not None and not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+        raise ConfigError(
+            f"model.reference_path={config.model.reference_path} has no use: nothing refers to it. Set "
+            "algorithm.use_kl_loss or use_kl_in_reward, or leave it null."
+        )
+    if data.train_batch_size % (algorithm.ppo_mini_batch_size or data.train_batch_size):
+        raise ConfigError(
+            f"algorithm.ppo_mini_batch_size={algorithm.ppo_mini_batch_size} does not divide data.train_batch_size="
+            f"{data.train_batch_size}: a small last mini-batch would move the policy as far as the others. Use a divisor."
+        )
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(config.training, name) < 1:
+            raise ConfigError(f"training.{name}={getattr(config.training, name):g}: must be at least 0 and below 1.")
+    if (config.trainer.nnodes is None) != (config.trainer.n_gpus_per_node is None) and config.trainer.nnodes:
+        raise ConfigError(
+            f"trainer.nnodes={config.trainer.nnodes} without trainer.n_gpus_per_node says no size of the job: set both."
         )
 
 

@@ -197,7 +197,7 @@ class RoundStats:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """The step's trained groups, in launch order, and what one optimizer step is normalised by (docs/design/001)."""
+    """The step's trained groups, in launch order, with the counts of their tokens and responses."""
 
     step: int
     epoch: int

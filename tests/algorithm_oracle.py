@@ -102,7 +102,7 @@ def _advantages(responses: list[OracleResponse], algorithm: AlgorithmConfig, cap
         mean = sum(group) / len(group)
         if algorithm.adv_estimator == "rloo":
             value = rewards[i] - sum(others) / len(others)
-        elif algorithm.adv_estimator == "dr_grpo":
+        elif algorithm.adv_estimator == "dr_grpo" or not algorithm.norm_adv_by_std_in_grpo:
             value = rewards[i] - mean
         else:
             std = math.sqrt(sum((x - mean) ** 2 for x in group) / (len(group) - 1))

@@ -44,7 +44,7 @@ NARROWER: dict[str, tuple[str, Any]] = {
     "model.path": ("text", ""),
     "data.train_files": ("list of text, not empty", []),
     "data.domains": ("mapping of text to numbers, at least 0 and not all 0", {"math": 0.0}),
-    "rollout.n": ("whole number, at least 2", 1),
+    "rollout.n": ("whole number, at least 2 (1 with reinforce_plus_plus)", 1),
     "rollout.temperature": ("number above 0", 0.0),
     "rollout.top_p": ("number above 0, at most 1", 0.0),
     "training.sequence_parallel": ("`false`", True),

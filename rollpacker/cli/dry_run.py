@@ -27,9 +27,16 @@ _WEIGHT_BYTES = 2
 
 def check_inputs_exist(config: Config) -> None:
     """Name every missing input at once, where a run would stop at the first."""
-    missing = [f"data.train_files={path}" for path in config.data.train_files if not Path(path).is_file()]
-    if not Path(config.model.path).is_dir():
-        missing.insert(0, f"model.path={config.model.path} (a folder: config.json, *.safetensors, tokenizer files)")
+    models = [("model.path", config.model.path), ("model.reference_path", config.model.reference_path)]
+    files = [("data.train_files", f) for f in config.data.train_files] + [
+        ("data.val_files", f) for f in config.data.val_files
+    ]
+    missing = [
+        f"{key}={path} (a folder: config.json, *.safetensors, tokenizer files)"
+        for key, path in models
+        if path is not None and not Path(path).is_dir()
+    ]
+    missing += [f"{key}={path}" for key, path in files if not Path(path).is_file()]
     if missing:
         raise ConfigError(
             f"not there, seen from {Path.cwd()}: {'; '.join(missing)}. Put them there, or name your own: "
@@ -41,8 +48,9 @@ def check_weight_files(config: Config) -> None:
     """Open every safetensors file: an index that names an absent file and a file cut short are found here."""
     from rollpacker.weights.hf import SafetensorsFolder
 
-    with SafetensorsFolder(config.model.path):
-        pass
+    for path in filter(None, (config.model.path, config.model.reference_path)):
+        with SafetensorsFolder(path):
+            pass
 
 
 def estimate_for(config: Config, checked: Checked, world_size: int) -> MemoryEstimate | None:

@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace, world: World) -> int:
 def _check_rollout_shape(config: Config, world_size: int) -> ModelShape:
     """The training sizes need not fit an evaluation: nothing is trained."""
     training = dataclasses.replace(
-        config.training, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, sequence_parallel=False
+        config.training, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1
     )
     return check_shapes(dataclasses.replace(config, training=training), world_size)
 

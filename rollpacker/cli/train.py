@@ -98,7 +98,8 @@ def _train(worker: Worker) -> int:
     try:
         if config.trainer.val_before_train:
             worker.backend.validate(0)
-        num_steps = run_loop(worker.checked.total_steps, worker.controller, worker.backend)
+        num_steps = run_loop(config.trainer.total_training_steps, worker.controller, worker.backend)
+        worker.backend.validate_last(num_steps)
         is_exported = config.trainer.save_freq > 0 and num_steps % config.trainer.save_freq == 0
         exported = worker.model_folder(num_steps) if num_steps and config.trainer.save_freq else None
         if exported is not None and not is_exported:
@@ -167,10 +168,15 @@ def _describe(config: Config, checked: Checked, world_size: int) -> str:
         f"{f'CP {cp} x ' if cp > 1 else ''}DP {world_size // model_ranks}, {training.dtype}",
         f"rollout   TP {rollout.tensor_model_parallel_size} x "
         f"{world_size // rollout.tensor_model_parallel_size} replica(s)",
-        f"steps     {checked.total_steps} of {config.data.train_batch_size} prompts x {rollout.n} responses",
+        f"steps     {_describe_steps(config, checked)} of {config.data.train_batch_size} prompts x {rollout.n} responses",
         f"output    {trainer.default_local_dir}",
     ]
     return "\n".join(facts) + "\n"
+
+
+def _describe_steps(config: Config, checked: Checked) -> str:
+    is_exact = config.trainer.total_training_steps is not None or config.filter.mode == "off"
+    return f"{'' if is_exact else 'about '}{checked.total_steps}"
 
 
 def _describe_validation(config: Config, checked: Checked) -> str:

@@ -112,7 +112,8 @@ class DynamicSampling:
         keys, surplus = window.inside(), window.behind()
         prompts = {k: requests[0].prompt for k, requests in state.requests_of.items()}
         self._source.push_front([prompts[k] for k in surplus])
-        self.acceptance.add_round(sum(window.verdicts.values()), len(window.verdicts))
+        # Only what the window holds: behind it, those that finished early are not a fair sample.
+        self.acceptance.add_round(sum(window.verdicts[k] for k in keys), len(keys))
         # Where the filter let nothing pass, train what there is rather than nothing.
         nothing = not any(window.verdicts[k] for k in keys)
         actions = [_train(state, k) for k in keys[: self._train_batch_size]] if nothing else []

@@ -14,7 +14,10 @@ class GroupFilter(Protocol):
 
 
 class ZeroVarianceFilter:
-    """Rejects a group whose scores are all equal: its advantages are 0, so it would teach nothing."""
+    """Rejects a group whose scores are all equal: compared with one another they teach nothing.
+
+    It judges scores, before an overlong penalty or a KL changes the rewards.
+    """
 
     def accepts(self, scores: Sequence[float]) -> bool:
         """Whether any two scores differ."""

@@ -79,7 +79,7 @@ def _check_signature(reward: RewardFunction, spec: str) -> None:
     try:
         signature = inspect.signature(reward)
     except ValueError:  # a function of a C extension need not tell its signature
-        return reward
+        return
     try:
         signature.bind("", prompt="", ground_truth="", finish_reason="", domain="", prompt_id="")
     except TypeError as error:
@@ -87,4 +87,3 @@ def _check_signature(reward: RewardFunction, spec: str) -> None:
             f"reward.function={spec}: {name}{signature} cannot be called as {name}(response, prompt=..., "
             f"ground_truth=..., finish_reason=..., domain=..., prompt_id=...): {error}. Write def {name}{_SIGNATURE}."
         ) from error
-    return reward

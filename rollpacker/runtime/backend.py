@@ -20,7 +20,7 @@ from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.rollout.engine import RolloutEngine
 from rollpacker.runtime.dump import write_dump
 from rollpacker.runtime.report import StepReport, StepReporter
-from rollpacker.runtime.rollout import Placement, Rollout
+from rollpacker.runtime.rollout import Rollout
 from rollpacker.runtime.validation import Validator
 from rollpacker.training.objective import LossSums
 from rollpacker.training.policy_update import PolicyUpdate
@@ -36,7 +36,6 @@ class Parts:
     engine: RolloutEngine | None
     policy_update: PolicyUpdate
     weights: MegatronWeights
-    placement: Placement
     ranks: ParallelRanks
     timer: StageTimer
     reporter: StepReporter
@@ -55,6 +54,7 @@ class ClusterBackend:
         self._world = world
         self._digest = digest
         self._weight_version = 0
+        self._validated_step: int | None = None
         self._update: UpdatePlan | None = None
         self._report = StepReport()
 
@@ -122,12 +122,18 @@ class ClusterBackend:
         if test_freq > 0 and (step % test_freq == 0 or step == self._parts.total_steps):
             self.validate(step)
 
+    def validate_last(self, step: int) -> None:
+        """At the end of a run, if validations are due at all and its last step had none."""
+        if self._config.trainer.test_freq > 0 and self._validated_step != step:
+            self.validate(step)
+
     def validate(self, step: int) -> None:
         """Score the engine's weights on the validation prompts; nothing of the training changes by it."""
         parts = self._parts
         if parts.validator is None:
             return
         parts.reporter.on_stage("testing")
+        self._validated_step = step
         with parts.timer.stage("testing"):
             report = parts.validator.run(step, self._weight_version)
         if report is not None:

@@ -1,7 +1,7 @@
 """The run directory as tools read it: config.yaml, metrics.jsonl, samples.jsonl, validation.jsonl.
 
 The names are frozen (docs/metrics.md): other tools rely on them.
-Invariants: metrics.jsonl has one row for each optimizer step, with every key in each row; each row is on disk when
+Invariants: metrics.jsonl has one row for each step, with every key in each row; each row is on disk when
 `write` returns, so a killed run loses nothing that was reported; an earlier run is moved aside, never overwritten.
 """
 
@@ -174,7 +174,7 @@ class MetricsWriter:
         self._last_step: int | None = None
 
     def write(self, metrics: Mapping[str, Metric]) -> None:
-        """Append the row of one optimizer step. Keys not given, None, NaN and infinities become null.
+        """Append the row of one step. Keys not given, None, NaN and infinities become null.
 
         Raises ValueError for an unknown name and for a step that does not follow the last one, TypeError for a value
         that is not a number.

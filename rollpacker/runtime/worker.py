@@ -111,16 +111,23 @@ def _check_folders(config: Config) -> None:
                 "aside when the run starts. Choose another run directory."
             )
     dump = config.trainer.rollout_data_dir
-    if dump is not None and any(Path(dump).glob("step_*")):
+    if dump is not None and not _goes_with(run_dir, dump) and any(Path(dump).glob("step_*")):
         raise ConfigError(
             f"trainer.rollout_data_dir={dump} holds the steps of an earlier run. Remove them, or choose another folder."
         )
-    check_validation_dump(config.trainer.validation_data_dir, "[0-9]*.jsonl")
+    dump = config.trainer.validation_data_dir
+    if dump is not None and not _goes_with(run_dir, dump):
+        check_validation_dump(dump, "[0-9]*.jsonl")
+
+
+def _goes_with(run_dir: Path, folder: str) -> bool:
+    """Whether a folder lies in an earlier run's directory, and so is moved aside with it."""
+    return (run_dir / "metrics.jsonl").exists() and Path(folder).absolute().is_relative_to(run_dir)
 
 
 def _check_reference(config: Config, shape: ModelShape) -> None:
     path = config.model.reference_path
-    if path is not None and read_model_shape(path) != shape:
+    if path is not None and read_model_shape(path, "model.reference_path=") != shape:
         raise ConfigError(
             f"model.reference_path={path} has another shape than model.path={config.model.path}: a reference is swapped "
             "into the model in training, so both must be alike."
@@ -128,11 +135,14 @@ def _check_reference(config: Config, shape: ModelShape) -> None:
 
 
 def _total_steps(config: Config, num_prompts: int, replay: ReplayRollout | None) -> int:
-    """Optimizer steps of the run: the cap if there is one, else until the prompts (or the dump) are used up."""
-    if replay is not None:
-        return min(config.trainer.total_training_steps or replay.num_steps, replay.num_steps)
+    """Steps that the learning rate and the display reckon with: the cap, else until the prompts (or the dump) are used up.
+
+    A filter uses prompts up faster; a dump of a run that was cut short ends before the run's cap.
+    """
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
+    if replay is not None:
+        return replay.num_steps
     return math.ceil(num_prompts * config.trainer.total_epochs / config.data.train_batch_size)
 
 
@@ -251,7 +261,6 @@ class Worker:
             engine=self.engine,
             policy_update=PolicyUpdate(self.trainer, self.reference, self.ranks, world, config, self.checked.platform),
             weights=self.weights,
-            placement=self.checked.placement,
             ranks=self.ranks,
             timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx),
             reporter=reporter,

@@ -8,7 +8,7 @@ sum (docs/design/001). docs/algorithms.md has formula, source and test of each.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -91,8 +91,8 @@ def load_policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
         logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, algorithm: AlgorithmConfig
     ) -> tuple[Tensor, Tensor]:
         result = function(logprobs, old_logprobs, advantages, mask, algorithm=algorithm)
-        if isinstance(result, tuple):
-            return result  # type: ignore[return-value]
+        if isinstance(result, tuple) and len(result) == 2:
+            return result
         return result, torch.zeros_like(mask)
 
     _try_out(loss, algorithm)
@@ -104,9 +104,12 @@ def _try_out(loss: PolicyLoss, algorithm: AlgorithmConfig) -> None:
     spec = algorithm.loss
     logprobs = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -3.0, 0.0]], requires_grad=True)
     mask = torch.tensor([[True, True, True], [True, True, False]])
-    old, advantages = logprobs.detach() - 0.1, torch.tensor([[1.0], [-1.0]]).expand(2, 3)
+    old, advantages = logprobs.detach() - 0.1, torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])
+    gradient = None
     try:
-        values: Any = loss(logprobs, old, advantages, mask, algorithm=algorithm)[0]
+        values, is_clipped = loss(torch.where(mask, logprobs, 0.0), old, advantages, mask, algorithm=algorithm)
+        if isinstance(values, Tensor) and values.shape == mask.shape and values.requires_grad:
+            (gradient,) = torch.autograd.grad(torch.where(mask, values, 0.0).sum(), logprobs)
     except Exception as error:
         path = Path(spec.rpartition(":")[0]).absolute()
         raise ConfigError(
@@ -118,8 +121,15 @@ def _try_out(loss: PolicyLoss, algorithm: AlgorithmConfig) -> None:
             f"algorithm.loss={spec}: it returned {found}, expected the loss of each token, a tensor of the shape of "
             "logprobs [batch, time]; the program takes the mean (algorithm.loss_agg_mode)."
         )
-    if not values.requires_grad or not bool(torch.isfinite(values[mask]).all()):
-        raise ConfigError(f"algorithm.loss={spec}: its values are not finite, or do not depend on logprobs.")
+    if gradient is None or not bool(torch.isfinite(values[mask]).all() and torch.isfinite(gradient).all()):
+        raise ConfigError(
+            f"algorithm.loss={spec}: its values or their gradient are not finite, or do not depend on logprobs."
+        )
+    if not isinstance(is_clipped, Tensor) or is_clipped.shape != mask.shape or is_clipped.dtype != torch.bool:
+        raise ConfigError(
+            f"algorithm.loss={spec}: the second thing it returned is not where it clipped, a bool tensor [batch, time]. "
+            "Return that, or the loss alone."
+        )
 
 
 def token_weight(loss_agg_mode: str, num_tokens: int, max_response_length: int) -> float:

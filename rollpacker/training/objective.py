@@ -79,7 +79,14 @@ class Objective:
         logprobs = token_logprobs(logits_BTV, batch.targets_BT)
         # Without log-probs of their own, the policy that is trained is the one that sampled: the ratio is 1.
         old = logprobs.detach() if batch.old_logprobs_BT is None else batch.old_logprobs_BT
-        policy_loss, is_clipped = self._policy_loss(logprobs, old, batch.advantages_BT, mask, algorithm=algorithm)
+        # Outside the mask the loss sees constants, so that whatever it makes of them has no gradient (0 x inf would).
+        policy_loss, is_clipped = self._policy_loss(
+            torch.where(mask, logprobs, 0.0),
+            torch.where(mask, old, 0.0),
+            batch.advantages_BT,
+            mask,
+            algorithm=algorithm,
+        )
         weights = mismatch_weights(
             old,
             batch.rollout_logprobs_BT,

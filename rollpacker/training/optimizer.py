@@ -35,7 +35,7 @@ def build_optimizer(model: Any, training: TrainingConfig, platform: Platform) ->
 
 
 def build_lr_schedule(optimizer: Any, training: TrainingConfig, total_steps: int) -> Any:
-    """Linear warm-up, then the decay over the run's optimizer steps."""
+    """Linear warm-up, then the decay over the run's steps (one rollout and its updates each)."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     return OptimizerParamScheduler(

@@ -129,9 +129,11 @@ class PolicyUpdate:
         report.results.append(self._trainer.update(count))
 
     def _mini_batches(self, update: UpdatePlan) -> list[Sequence[Group]]:
-        """The groups of each optimizer step, in launch order."""
-        size = self._algorithm.ppo_mini_batch_size or max(len(update.groups), 1)
-        return [update.groups[i : i + size] for i in range(0, len(update.groups), size)]
+        """The groups of each optimizer step, in launch order; a round that came out short is cut into equal parts."""
+        groups = update.groups
+        count = math.ceil(len(groups) / (self._algorithm.ppo_mini_batch_size or max(len(groups), 1)))
+        ends = [len(groups) * (i + 1) // count for i in range(count)]
+        return [groups[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)] if groups else []
 
     def _needs_old_logprobs(self, num_mini_batches: int) -> bool:
         return num_mini_batches * self._algorithm.ppo_epochs > 1 or self._algorithm.use_kl_in_reward

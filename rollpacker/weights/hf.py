@@ -52,6 +52,11 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
     def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of a tensor, which is not read."""
         view = self._slice_of(name)
+        if view.get_dtype() not in _SAFETENSORS_DTYPES:
+            raise ConfigError(
+                f"{self._folder}: the tensor {name} is stored as {view.get_dtype()}; supported are "
+                f"{', '.join(_SAFETENSORS_DTYPES)}. Use the weights that are not quantised."
+            )
         return tuple(view.get_shape()), _SAFETENSORS_DTYPES[view.get_dtype()]
 
     def read(self, name: str, *, dim: int = 0, start: int | None = None, stop: int | None = None) -> torch.Tensor:

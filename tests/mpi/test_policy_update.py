@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from rollpacker.config import AlgorithmConfig, Config, DataConfig, RolloutConfig
 from rollpacker.messages import UpdatePlan
 from rollpacker.platform.device import Platform
 from rollpacker.training.batches import TrainSample
+from rollpacker.training.objective import LossSums
 from rollpacker.training.optimizer import build_lr_schedule, build_optimizer
 from rollpacker.training.policy_update import PolicyUpdate, UpdateReport
 from rollpacker.training.reference import ReferenceWeights
@@ -47,7 +49,7 @@ ALGORITHMS = {
         overlong_buffer_len=8,
         mismatch_correction="tis",
         mismatch_cap=1.2,
-        ppo_mini_batch_size=3,
+        ppo_mini_batch_size=2,
     ),
     "gspo": AlgorithmConfig(
         loss="gspo",
@@ -188,6 +190,25 @@ def test_an_update_equals_the_formulas_on_every_shape(
         assert ours.keys() == reference.keys()
         worst = max(((ours[n] - reference[n]).abs().max() / reference[n].abs().max()).item() for n in reference)
         assert worst <= 1e-5
+    check_sums(world, trainer, report, algorithm, fmean(loss for loss, _ in expected))
+
+
+def check_sums(
+    world: World, trainer: RecordingTrainer, report: UpdateReport, algorithm: AlgorithmConfig, mean_loss: float
+) -> None:
+    """What the ranks report adds up to the oracle's loss and counts each response token once an epoch."""
+    mine = report.sums if trainer.weights._ranks.reports_metrics else LossSums()
+    sums = LossSums()
+    for part in world.comm.allgather(mine):
+        sums.add(part)
+    _, samples = random_step()
+    assert sums.num_tokens == algorithm.ppo_epochs * sum(len(s.response_ids) for s in samples.values())
+    if not algorithm.entropy_coeff:
+        loss = sums.policy_loss + algorithm.kl_loss_coef * sums.kl_loss
+        assert loss == pytest.approx(mean_loss, abs=1e-5)
+    else:  # the bonus is not among the sums: its size is that of the entropy
+        bonus = sums.policy_loss + algorithm.kl_loss_coef * sums.kl_loss - mean_loss
+        assert bonus == pytest.approx(algorithm.entropy_coeff * sums.entropy / sums.num_tokens, rel=0.05)
 
 
 def test_logprobs_and_the_reference_swap(world: World, platform: Platform, folders: tuple[Path, Path]) -> None:

@@ -39,13 +39,25 @@ LENGTHS = (3, 9, 1, 5, 9, 2, 4, 4, 0, 7, 6, 1)  # ragged; two at the cap, one em
 REWARDS = (1.0, 0.0, 0.5, 1.0, 1.0, 1.0, -0.3, 2.0, 0.1, 0.0, 0.0, 1.0)  # the second group has no variance
 
 
+LEARNING_RATE = 2.0
+
+
 class LogitsTrainer:
     """A Trainer whose model is a table of logits: the same objective, the same sums, no Megatron."""
 
-    def __init__(self, config: Config, logits: dict[int, torch.Tensor], old: dict[int, np.ndarray], ref: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        logits: dict[int, torch.Tensor],
+        old: dict[int, np.ndarray],
+        ref: Any,
+        learning_rate: float = 0.0,
+    ) -> None:
+        self.learning_rate = learning_rate
         self.objective = Objective(config, tp_group=None, num_padding_columns=0)
         self.logits, self.old, self.ref = logits, old, ref
         self.is_reference = False
+        self.num_passes = 0
         self.total = 0.0
         self.losses: list[float] = []
 
@@ -58,7 +70,17 @@ class LogitsTrainer:
             leaf.grad = None
 
     def logprobs(self, samples: Sequence[TrainSample]) -> dict[int, np.ndarray]:
+        self.num_passes += 1
         values = self.ref if self.is_reference else self.old
+        if not values:  # those of the logits as they are now
+            with torch.no_grad():
+                values = {
+                    s.sample.request_index: self.logits[s.sample.request_index]
+                    .log_softmax(-1)
+                    .gather(1, torch.from_numpy(s.sample.response_ids.astype(np.int64))[:, None])[:, 0]
+                    .numpy()
+                    for s in samples
+                }
         return {s.sample.request_index: values[s.sample.request_index] for s in samples}
 
     def accumulate(self, samples: Sequence[TrainSample]) -> LossSums:
@@ -81,6 +103,7 @@ class LogitsTrainer:
         self.losses.append(self.total / denominator)
         for leaf in self.logits.values():
             leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / denominator
+            leaf.data -= self.learning_rate * leaf.grad
         return UpdateResult(0.0, 0.0)
 
     @contextlib.contextmanager
@@ -116,9 +139,9 @@ class Scenario:
             oracle.append(OracleResponse(i // R0, REWARDS[i], torch.from_numpy(tokens), *fields, is_truncated))
         self.oracle = oracle
 
-    def run(self, algorithm: AlgorithmConfig) -> tuple[LogitsTrainer, UpdateReport]:
+    def run(self, algorithm: AlgorithmConfig, learning_rate: float = 0.0) -> tuple[LogitsTrainer, UpdateReport]:
         config = Config(data=DataConfig(max_response_length=CAP), algorithm=algorithm)
-        trainer = LogitsTrainer(config, self.logits, self.old, self.ref)
+        trainer = LogitsTrainer(config, self.logits, self.old, self.ref, learning_rate)
         needs_reference = algorithm.use_kl_loss or algorithm.use_kl_in_reward
         world: Any = SimpleNamespace(comm=SimpleNamespace(allgather=lambda value: [value]))
         ranks = ParallelRanks(0, 1, 0, 1, 0, 1, None, None, None)
@@ -195,6 +218,7 @@ choices = st.fixed_dictionaries(
     {
         "loss": st.sampled_from(["ppo_clip", "gspo"]),
         "adv_estimator": st.sampled_from(ESTIMATORS),
+        "norm_adv_by_std_in_grpo": st.booleans(),
         "loss_agg_mode": st.sampled_from(MODES),
         "clip_ratio_low": st.sampled_from([0.1, 0.3]),
         "clip_ratio_c": st.sampled_from([None, 1.5, 3.0]),
@@ -220,24 +244,51 @@ def test_any_combination(ranks: ParallelRanks, options: dict[str, Any], seed: in
 
 
 def test_mini_batches_are_exact_at_their_boundaries(ranks: ParallelRanks) -> None:
-    """Each update's loss is the oracle's over its own groups and counts; the last one is smaller."""
+    """Each update's loss is the oracle's over its own groups and counts."""
     scenario = Scenario()
-    algorithm = AlgorithmConfig(ppo_mini_batch_size=3)
+    algorithm = AlgorithmConfig(ppo_mini_batch_size=2)
     trainer, report = scenario.run(algorithm)
     leaves = [scenario.logits[i].detach().double() for i in range(len(LENGTHS))]
     expected = [
         step_loss(leaves[part], scenario.oracle[part], algorithm, CAP).item()
-        for part in (slice(0, 3 * R0), slice(3 * R0, 4 * R0))
+        for part in (slice(0, 2 * R0), slice(2 * R0, 4 * R0))
     ]
     assert trainer.losses == pytest.approx(expected, rel=1e-5)
     assert len(report.results) == 2
     assert report.sums.policy_loss == pytest.approx(sum(expected) / 2, rel=1e-5)
 
 
+def test_a_short_round_is_cut_into_equal_parts(ranks: ParallelRanks) -> None:
+    """Four groups with a mini-batch of three: two and two, not three and one."""
+    trainer, report = Scenario().run(AlgorithmConfig(ppo_mini_batch_size=3))
+    halves, _ = Scenario().run(AlgorithmConfig(ppo_mini_batch_size=2))
+    assert trainer.losses == halves.losses
+    assert len(report.results) == 2
+
+
+def test_the_second_update_is_clipped_around_the_policy_that_sampled(ranks: ParallelRanks) -> None:
+    """Old log-probs are taken once, before the first update: after it the ratios are no longer 1."""
+    scenario = Scenario()
+    algorithm = AlgorithmConfig(ppo_epochs=2, clip_ratio_low=0.05, clip_ratio_high=0.05)
+    scenario.old = {}
+    with torch.no_grad():
+        for i, r in enumerate(scenario.oracle):
+            at = torch.arange(len(r.targets)), r.targets.long()
+            r.old_logprobs = scenario.logits[i].double().log_softmax(-1)[at]
+    first = [scenario.logits[i].detach().double().requires_grad_() for i in range(len(LENGTHS))]
+    losses = [step_loss(first, scenario.oracle, algorithm, CAP)]
+    losses[0].backward()
+    moved = [leaf.detach() - LEARNING_RATE * leaf.grad for leaf in first]
+    losses.append(step_loss(moved, scenario.oracle, algorithm, CAP))
+    trainer, report = scenario.run(algorithm, learning_rate=LEARNING_RATE)
+    assert trainer.losses == pytest.approx([loss.item() for loss in losses], abs=1e-5)
+    assert abs(trainer.losses[1] - trainer.losses[0]) > 1e-3
+    assert report.sums.num_clipped > 0
+
+
 def test_with_one_update_no_pass_for_old_logprobs_is_paid(ranks: ParallelRanks) -> None:
     """The ratio is 1, so the loss is the mean of -A, and the gradient that of the plain policy gradient."""
     scenario = Scenario()
-    scenario.old = {}  # asking for any would be a KeyError
     trainer, report = scenario.run(AlgorithmConfig(adv_estimator="rloo"))
     for i, r in enumerate(scenario.oracle):
         with torch.no_grad():
@@ -247,6 +298,7 @@ def test_with_one_update_no_pass_for_old_logprobs_is_paid(ranks: ParallelRanks) 
     expected = step_loss(leaves, scenario.oracle, AlgorithmConfig(adv_estimator="rloo"), CAP).item()
     assert trainer.losses == pytest.approx([expected], rel=1e-5)
     assert report.sums.approx_kl == 0
+    assert trainer.num_passes == 0
 
 
 def test_rewards_in_the_report_are_those_behind_the_advantages(ranks: ParallelRanks) -> None:

@@ -59,6 +59,27 @@ def test_domains_are_a_mapping_in_a_file_and_in_an_override(tmp_path: Path) -> N
     assert load(tmp_path, text, "data.domains.math=2").data.domains == {"math": 2.0, "3": 0.1}
 
 
+def test_names_of_roll_for_the_sizes_of_a_race(tmp_path: Path) -> None:
+    """Its number of responses is absolute: 10 of 8 is eta 1.25."""
+    config = load(tmp_path, GOOD, "tail_batching.max_prompts_ratio=1.5", "tail_batching.max_num_return_sequences=10")
+    assert (config.tail_batching.eta_prompts, config.tail_batching.eta_responses) == (1.5, 1.25)
+    with pytest.raises(ConfigError, match="say the same; keep one"):
+        load(tmp_path, GOOD, "tail_batching.max_prompts_ratio=1.5", "tail_batching.eta_prompts=1.5")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("filter.mode=zero_variance", "training.lr_warmup_steps=5"), "Set trainer.total_training_steps"),
+        (("filter.mode=zero_variance", "algorithm.adv_estimator=reinforce_plus_plus"), "still teaches"),
+        (("filter.mode=zero_variance", "rollout.n=1", "algorithm.adv_estimator=rloo"), "a group of one"),
+    ],
+)
+def test_keys_that_contradict_each_other(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, GOOD, *overrides)
+
+
 def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD + "tail_batching: {mode: off}\n").tail_batching.mode == "off"
 
@@ -97,6 +118,15 @@ def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
         ("rollout.n", "write section.key=value"),
         ("data.train_files=[1]", "expected a list of strings"),
         ("algorithm.ppo_mini_batch_size=129", "above data.train_batch_size=128"),
+        ("algorithm.ppo_mini_batch_size=50", "does not divide data.train_batch_size=128"),
+        ("rollout.n=0", "rollout.n=0: must be at least 1."),
+        ("rollout.top_k=-7", "must be at least -1"),
+        ("trainer.nnodes=2", "without trainer.n_gpus_per_node"),
+        ("model.reference_path=other", "has no use: nothing refers to it"),
+        ("training.adam_beta1=1", "must be at least 0 and below 1"),
+        ("tail_batching.eta_prompts=0.9", "must be at least 1"),
+        ("tail_batching.audit_fraction=2", "at most 1"),
+        ("reward.on_error=drop_group", "a plain round trains every group"),
         ("algorithm.overlong=soft_penalty", "overlong_buffer_len=4096 is above data.max_response_length=100"),
         ("algorithm.mismatch_cap=0.5", "must be at least 1"),
         ("data.domains=math", "data.domains='math': expected a mapping"),
@@ -179,8 +209,7 @@ def test_the_planned_size_stands_for_the_job_in_a_dry_run_alone(tmp_path: Path) 
     plan = load(tmp_path, GOOD, "trainer.nnodes=2", "trainer.n_gpus_per_node=8")
     assert job_size(plan, 1, is_dry_run=True) == 16
     assert job_size(plan, 16, is_dry_run=False) == 16
-    for half in ("trainer.nnodes=2", "trainer.n_gpus_per_node=8"):
-        assert job_size(load(tmp_path, GOOD, half), 3, is_dry_run=False) == 3
+    assert job_size(load(tmp_path, GOOD, "trainer.n_gpus_per_node=8"), 3, is_dry_run=False) == 3
     with pytest.raises(ConfigError, match=r"2 x 8 = 16, but this MPI world has 1 rank.*srun without --mpi=pmix"):
         job_size(plan, 1, is_dry_run=False)
     for is_dry_run in (True, False):
