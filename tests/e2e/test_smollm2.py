@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import REPOSITORY, read_jsonl, run, train_command
+from commands import REPOSITORY, command_line, read_jsonl, run
 from safetensors.torch import load_file
 
 MODEL = REPOSITORY / "assets" / "smollm2"
@@ -23,7 +23,7 @@ def smollm2_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps on two ranks as configs/smollm2_cpu.yaml has them, the samples dumped; the run directory."""
     folder = tmp_path_factory.mktemp("smollm2") / "run"
     arguments = [f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={folder}.dump"]
-    result = run(train_command(2, *arguments, config="configs/smollm2_cpu.yaml"), timeout_s=800)
+    result = run(command_line("train", 2, *arguments, config="configs/smollm2_cpu.yaml"), timeout_s=800)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "134.5 M parameters" in result.stdout
     return folder
