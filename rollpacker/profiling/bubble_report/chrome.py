@@ -92,8 +92,6 @@ def _kineto_source(path: Path, document: dict[str, Any], spans: list[Any], namer
             pieces.setdefault((0, gpu), [[], [], []])[kind].append((start, end))
             launch_ids.add(args.get("correlation"))
             work_ids[start] = args.get("correlation")
-            if kind == 1:
-                source.collective_ends.setdefault(gpu, []).append(end)
         elif category in ("cuda_runtime", "cuda_driver"):
             calls.append((start, end, 0, name, args.get("correlation")))
         elif category == "user_annotation" and namer.meaning(name) is not None and end > start:
@@ -101,7 +99,7 @@ def _kineto_source(path: Path, document: dict[str, Any], spans: list[Any], namer
         elif category == "Trace":
             source.captured = (start, end) if end > start else source.captured
     source.work = {key: Work(*(Intervals.of(kind) for kind in kinds)) for key, kinds in pieces.items()}
-    source.collective_ends = {gpu: sorted(ends) for gpu, ends in source.collective_ends.items()}
+    source.collective_ends = lambda: [sorted(end for _, end in kinds[1]) for kinds in pieces.values()]
     calls.sort(key=lambda call: call[0])
     source.distrust += _lost_launches(calls, launch_ids)
     if not source.work:

@@ -128,7 +128,7 @@ def _several_clocks(groups: list[list[Source]], *, by_nccl: bool) -> Alignment:
 
 
 def _wall_ends(source: Source) -> list[list[int]]:
-    return [[end + source.clock_ns for end in ends] for ends in source.collective_ends.values()]
+    return [[end + source.clock_ns for end in ends] for ends in source.collective_ends()]
 
 
 def _skew(reference: list[int], other: list[int]) -> _Skew | None:

@@ -116,6 +116,8 @@ class Intervals:
 
     def minus(self, other: Intervals) -> Intervals:
         """The part that is not in `other`; time grows with this set and what it overlaps, not with all of `other`."""
+        if len(self) >= _NUMPY_PAYS_FROM and len(other) and (numpy := numpy_or_none()) is not None:
+            return _minus_with_numpy(numpy, self, other)
         starts, ends = array("q"), array("q")
         for start, end in self:
             index = bisect_right(other.ends, start)
@@ -208,3 +210,19 @@ def merge_with_numpy(numpy: Any, starts: Any, ends: Any) -> tuple[Any, Any]:
     reach = numpy.maximum.accumulate(ends)
     breaks = numpy.flatnonzero(starts[1:] > reach[:-1])
     return starts[numpy.concatenate(([0], breaks + 1))], reach[numpy.concatenate((breaks, [len(reach) - 1]))]
+
+
+def _minus_with_numpy(numpy: Any, whole: Intervals, part: Intervals) -> Intervals:
+    """`whole` without `part`: each interval that n of `part` touch becomes n + 1 pieces, of which the empty ones go."""
+    starts, ends = numpy.frombuffer(whole.starts, "i8"), numpy.frombuffer(whole.ends, "i8")
+    part_starts, part_ends = numpy.frombuffer(part.starts, "i8"), numpy.frombuffer(part.ends, "i8")
+    low = numpy.searchsorted(part_ends, starts, "right")
+    touched = numpy.maximum(numpy.searchsorted(part_starts, ends, "left") - low, 0)
+    owner = numpy.repeat(numpy.arange(len(starts)), touched + 1)
+    nth = numpy.arange(len(owner)) - numpy.repeat(numpy.cumsum(touched + 1) - touched - 1, touched + 1)
+    hole = low[owner] + nth
+    before, after = numpy.maximum(hole - 1, 0), numpy.minimum(hole, len(part_starts) - 1)
+    piece_starts = numpy.where(nth == 0, starts[owner], numpy.maximum(part_ends[before], starts[owner]))
+    piece_ends = numpy.where(nth == touched[owner], ends[owner], numpy.minimum(part_starts[after], ends[owner]))
+    keep = piece_ends > piece_starts
+    return Intervals(array("q", piece_starts[keep].tobytes()), array("q", piece_ends[keep].tobytes()))

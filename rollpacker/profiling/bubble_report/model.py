@@ -85,7 +85,8 @@ class Source:
     `work` holds the GPU work by (process, GPU). `captured` is the span in
     which the file would have recorded work, or None where that is unknown. `distrust` are reasons to disbelieve the
     numbers, `notes` what the reader should know besides. `clock_group` names files that share one clock, `monotonic_ns`
-    is that host's monotonic clock at time 0 where it is known.
+    is that host's monotonic clock at time 0 where it is known. `collective_ends` reads when the collectives of each GPU
+    ended, in order.
     """
 
     path: str
@@ -101,7 +102,7 @@ class Source:
     not_captured: list[GpuId] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     distrust: list[str] = field(default_factory=list)
-    collective_ends: dict[GpuId, list[int]] = field(default_factory=dict)
+    collective_ends: Callable[[], list[list[int]]] = list
     launch_coverage: float | None = None
     explain: Explain | None = None
     drain: Drain | None = None

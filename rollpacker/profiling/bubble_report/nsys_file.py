@@ -46,7 +46,7 @@ class NsysFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.database = _open(path)
+        self.database = open_database(path)
         try:
             tables = self.database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
             self._columns = {str(name): self._columns_of(str(name)) for (name,) in tables}
@@ -197,7 +197,8 @@ def unreadable(path: Path, error: Exception) -> BadTrace:
     return BadTrace(f"{path}: not readable as SQLite ({error}); the file is damaged or cut short. Export or copy it again.")
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def open_database(path: Path) -> sqlite3.Connection:
+    """The file, read-only. Raises BadTrace when it is no SQLite file, OSError when it cannot be opened."""
     with path.open("rb") as file:
         head = file.read(16)
     if head != _SQLITE_MAGIC:

@@ -39,7 +39,7 @@ class RowsByStart:
         self._file = file
         self._select = f"SELECT {columns} FROM {table}"
         self._table = table
-        low, high = file.one(f"SELECT min(rowid), max(rowid) FROM {table}") or (None, None)
+        low, high = file.one(f"SELECT (SELECT min(rowid) FROM {table}), (SELECT max(rowid) FROM {table})") or (None, None)
         self._low, self._high = (low, high + 1) if low is not None else (0, 0)
         self._sorted: list[Any] | None = None
         if not self._is_in_order():

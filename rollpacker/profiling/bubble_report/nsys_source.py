@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 from rollpacker.profiling.bubble_report.model import GpuId, Range, Source, Work
@@ -40,7 +41,7 @@ def read_nsys(path: Path, namer: StageNamer, host: str | None) -> Source:
     if source.launch_coverage is not None:
         launches = Launches(file)
         source.drain, source.explain = launches.drained_at, launches.explain
-    source.collective_ends = _collective_ends(file, {p: gpu for p, gpu in work})
+    source.collective_ends = partial(_collective_ends, file)
     return source
 
 
@@ -116,18 +117,16 @@ def _read_ranges(file: NsysFile, namer: StageNamer, trace_end: int) -> tuple[lis
     return ranges, num_open
 
 
-def _collective_ends(file: NsysFile, gpu_of: dict[int, GpuId]) -> dict[GpuId, list[int]]:
-    """When the collectives of each GPU ended, in order: what --align nccl compares."""
+def _collective_ends(file: NsysFile) -> list[list[int]]:
+    """When the collectives of each process and device ended, in order: what --align nccl compares."""
     ids = file.string_ids(COLLECTIVE_NAMES)
     if not ids or not file.has(KERNEL, "shortName"):
-        return {}
+        return []
     sql = (
-        f"SELECT end, globalPid FROM {KERNEL} WHERE shortName IN ({','.join(map(str, ids))}) AND end IS NOT NULL "
-        f"LIMIT {_MAX_COLLECTIVES}"
+        f"SELECT end, globalPid, deviceId FROM {KERNEL} WHERE shortName IN ({','.join(map(str, ids))}) "
+        f"AND end IS NOT NULL LIMIT {_MAX_COLLECTIVES}"
     )
-    ends: dict[GpuId, list[int]] = {}
-    for end, process in file.rows(sql):
-        if process in gpu_of:
-            ends.setdefault(gpu_of[process], []).append(end)
-    return {gpu: sorted(times) for gpu, times in ends.items()}
-
+    ends: dict[tuple[int, int], list[int]] = {}
+    for end, process, device in file.rows(sql):
+        ends.setdefault((process, device), []).append(end)
+    return [sorted(times) for times in ends.values()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 
 from rollpacker.profiling.bubble_report.causes import judge
 from rollpacker.profiling.bubble_report.clocks import Alignment
@@ -126,11 +127,11 @@ def build_report(
     """Measure the pieces of the timelines."""
     rows: dict[tuple[Label | None, str, GpuId], Row] = {}
     gpus: list[tuple[GpuId, Times]] = []
-    for timeline in timelines:
-        measured = _Measured(timeline)
-        total = Times()
+    measured = [_Measured(timeline) for timeline in timelines]
+    for gpu in measured:
+        timeline, total = gpu.timeline, Times()
         for run in _runs(timeline.pieces):
-            times = measured.times(run)
+            times = gpu.times(run)
             total.add(times)
             key = (run.step, run.stage, timeline.gpu)
             if key not in rows:
@@ -142,9 +143,9 @@ def build_report(
         timelines=list(timelines),
         gpus=gpus,
         rows=_ordered(rows.values(), timelines),
-        waits=_waits(timelines),
-        gaps=_largest_gaps(sources, timelines),
-        long_gaps={t.gpu: _long_gaps(t) for t in timelines},
+        waits=_waits(measured),
+        gaps=_largest_gaps(sources, measured),
+        long_gaps={m.timeline.gpu: _long_gaps(m) for m in measured},
         sources=list(sources),
         alignment=alignment,
         window_mode=window_mode,
@@ -159,9 +160,11 @@ class _Measured:
     """One GPU's work as disjoint kinds: compute wins over communication, communication over copies."""
 
     def __init__(self, timeline: GpuTimeline) -> None:
+        self.timeline = timeline
         self.compute = timeline.work.compute
         self.comm = timeline.work.comm.minus(self.compute)
         self.copy = timeline.work.copy.minus(self.compute).minus(self.comm)
+        self.holes = self._holes()
 
     def times(self, run: Piece) -> Times:
         """The times of one uninterrupted stay in a stage."""
@@ -178,23 +181,18 @@ class _Measured:
         times.inside = times.idle - times.leading - times.tail
         return times
 
-    def gaps(self, at_least: int) -> list[tuple[int, int]]:
-        """Holes between operations of any kind."""
-        found: list[tuple[int, int]] = []
+    def _holes(self) -> list[tuple[int, int]]:
+        """Holes of at least _SHORTEST_GAP_NS between operations of any kind, the longest first."""
         others = self.comm.union(self.copy)
-        hulls = [hull for part in (self.compute, others) if (hull := part.hull())]
-        if not hulls:
-            return found
-        edges = [(min(h[0] for h in hulls), max(h[1] for h in hulls))]
-        holes = self.compute.gaps(at_least)
+        hull = self.timeline.work.hull()
+        if hull is None:
+            return []
+        holes = [hull]
         if self.compute.starts:
-            holes = [(edges[0][0], self.compute.starts[0]), *holes, (self.compute.ends[-1], edges[0][1])]
-        else:
-            holes = edges
-        for start, end in Intervals.of(holes).minus(others):
-            if end - start >= at_least:
-                found.append((start, end))
-        return found
+            edges = [(hull[0], self.compute.starts[0]), (self.compute.ends[-1], hull[1])]
+            holes = [*edges, *self.compute.gaps(_SHORTEST_GAP_NS)]
+        left = [(s, e) for s, e in Intervals.of(holes).minus(others) if e - s >= _SHORTEST_GAP_NS]
+        return sorted(left, key=lambda hole: (hole[0] - hole[1], hole[0]))
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterable[Piece]:
@@ -253,15 +251,15 @@ def _ordered(rows: Iterable[Row], timelines: Sequence[GpuTimeline]) -> list[Row]
     )
 
 
-def _waits(timelines: Sequence[GpuTimeline]) -> list[Wait]:
+def _waits(gpus: Sequence[_Measured]) -> list[Wait]:
     """Per stage and step: the GPU whose compute ended last, and how long the others had been done, in sum.
 
     Compute, because a GPU that waits inside a collective looks busy; one without compute counts by any work, and one
     without work has waited since the stage began. Needs two GPUs.
     """
     spans: dict[tuple[str, Label | None], dict[GpuId, tuple[int, int]]] = defaultdict(dict)
-    for timeline in timelines:
-        measured = _Measured(timeline)
+    for measured in gpus:
+        timeline = measured.timeline
         for run in _runs(timeline.pieces):
             if run.stage == UNATTRIBUTED:
                 continue
@@ -281,20 +279,21 @@ def _waits(timelines: Sequence[GpuTimeline]) -> list[Wait]:
     return sorted(waits, key=lambda w: (-w.waited, w.stage, str(w.step)))
 
 
-def _long_gaps(timeline: GpuTimeline) -> tuple[int, int]:
+def _long_gaps(measured: _Measured) -> tuple[int, int]:
     """(number, total ns) of the holes of at least LONG_GAP_NS between operations, as far as they are in the window."""
-    inside = [(max(s, low), min(e, high)) for s, e in _Measured(timeline).gaps(LONG_GAP_NS) for low, high in timeline.window]
-    lengths = [end - start for start, end in inside if end - start >= LONG_GAP_NS]
+    window = measured.timeline.window
+    lengths = [window.measure(start, end) for start, end in measured.holes if end - start >= LONG_GAP_NS]
+    lengths = [length for length in lengths if length >= LONG_GAP_NS]
     return len(lengths), sum(lengths)
 
 
-def _largest_gaps(sources: Sequence[Source], timelines: Sequence[GpuTimeline]) -> list[Gap]:
+def _largest_gaps(sources: Sequence[Source], gpus: Sequence[_Measured]) -> list[Gap]:
     """The largest holes of all GPUs with their causes; of equal ones the first."""
     found: list[tuple[int, int, int, GpuTimeline]] = []
-    for timeline in timelines:
-        for start, end in _Measured(timeline).gaps(_SHORTEST_GAP_NS):
-            if timeline.window.measure(start, end) == end - start:
-                found.append((start - end, start, end, timeline))
+    for measured in gpus:
+        window = measured.timeline.window
+        inside = (hole for hole in measured.holes if window.measure(*hole) == hole[1] - hole[0])
+        found += [(start - end, start, end, measured.timeline) for start, end in islice(inside, _NUM_GAPS)]
     found.sort(key=lambda item: (item[0], item[1], item[3].gpu))
     gaps = []
     for _, start, end, timeline in found[:_NUM_GAPS]:
