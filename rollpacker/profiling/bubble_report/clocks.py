@@ -16,6 +16,7 @@ from rollpacker.profiling.bubble_report.model import MILLISECOND, SECOND, BadTra
 
 _MAX_LAG = 50
 _MIN_COLLECTIVES = 3
+_TOLERANCE_NS = 50_000
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,11 @@ def _wall_ends(source: Source) -> list[list[int]]:
 
 
 def _skew(reference: list[int], other: list[int]) -> _Skew | None:
-    """Compare ends in order; a few collectives at either end may be missing in one file, so try some lags."""
-    best: _Skew | None = None
+    """Compare ends in order. A few collectives at either end may be missing in one file, so try some lags.
+
+    A job repeats itself, so several lags may fit: of those that do the clocks need the smallest correction.
+    """
+    fits: list[_Skew] = []
     for lag in range(-_MAX_LAG, _MAX_LAG + 1):
         a, b = (reference[lag:], other) if lag >= 0 else (reference, other[-lag:])
         num_matched = min(len(a), len(b))
@@ -141,7 +145,8 @@ def _skew(reference: list[int], other: list[int]) -> _Skew | None:
             continue
         differences = [x - y for x, y in zip(a, b, strict=False)]
         offset = int(median(differences))
-        error = int(median(abs(d - offset) for d in differences))
-        if best is None or (error, abs(lag)) < (best.error_ns, 0):
-            best = _Skew(offset, error, num_matched)
-    return best
+        fits.append(_Skew(offset, int(median(abs(d - offset) for d in differences)), num_matched))
+    if not fits:
+        return None
+    good_enough = 3 * min(fit.error_ns for fit in fits) + _TOLERANCE_NS
+    return min((fit for fit in fits if fit.error_ns <= good_enough), key=lambda fit: abs(fit.offset_ns))

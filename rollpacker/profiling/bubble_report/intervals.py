@@ -148,14 +148,14 @@ class Intervals:
     def first_in(self, start: int, end: int) -> int | None:
         """The first nanosecond of the set in [start, end), or None."""
         index = bisect_right(self.ends, start)
-        if index == len(self.starts) or self.starts[index] >= end:
+        if end <= start or index == len(self.starts) or self.starts[index] >= end:
             return None
         return max(self.starts[index], start)
 
     def last_in(self, start: int, end: int) -> int | None:
         """The end of the last part of the set in [start, end), or None."""
         index = bisect_left(self.starts, end) - 1
-        if index < 0 or self.ends[index] <= start:
+        if end <= start or index < 0 or self.ends[index] <= start:
             return None
         return min(self.ends[index], end)
 

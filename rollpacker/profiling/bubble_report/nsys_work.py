@@ -175,9 +175,10 @@ def _merge_chunks(cursor: sqlite3.Cursor, numpy: Any) -> Segments:
         starts, packed = flat[0::2], flat[1::2]
         tags = packed & ((1 << _SHIFT) - 1)
         ends = starts + (packed >> _SHIFT)
-        for tag in numpy.unique(tags).tolist():
-            is_tag = tags == tag
+        while len(tags):  # a chunk holds few tags
+            is_tag = tags == tags[0]
             merged_starts, merged_ends = merge_with_numpy(numpy, starts[is_tag], ends[is_tag])
-            kept = found.setdefault(tag, (array("q"), array("q")))
+            kept = found.setdefault(int(tags[0]), (array("q"), array("q")))
             kept[0].frombytes(merged_starts.tobytes())
             kept[1].frombytes(merged_ends.tobytes())
+            starts, ends, tags = (values[~is_tag] for values in (starts, ends, tags))
