@@ -47,9 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"profile_bubbles: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     try:
-        print(text_report(report), end="")
-        if comparison:
-            print("\n" + comparison, end="")
+        if "-" not in (options.json, options.csv, options.svg, options.html):
+            print(text_report(report), end="")
+            if comparison:
+                print("\n" + comparison, end="")
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, less) has seen enough
         sys.stdout = None

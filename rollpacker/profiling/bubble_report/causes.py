@@ -46,7 +46,8 @@ def judge(start: int, end: int, calls: Iterable[tuple[int, int, str]], launch: i
         name = max((n for n in time_in if _SYNC.search(n)), key=lambda n: time_in[n])
         return Cause("sync call", f"the host sat in {name} for {blocked.total / length:.0%} of it")
     if called >= _HALF * length:
-        return Cause("launch-bound", f"the host spent {called / length:.0%} of it in CUDA calls, most in {main}")
+        count = f"{len(other)} CUDA calls" if len(other) > 1 else "one CUDA call"
+        return Cause("launch-bound", f"the host spent {called / length:.0%} of it in {count}, most in {main}")
     if launch is not None and launch < start:
         return Cause("device wait", "the next operation was queued already and waited for another stream or device")
     if launch is None and not time_in:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from rollpacker.profiling.bubble_report.conclusions import conclusions
-from rollpacker.profiling.bubble_report.names import duration, full_names, percent, seconds, step_name
+from rollpacker.profiling.bubble_report.names import duration, full_names, seconds, step_name
 from rollpacker.profiling.bubble_report.picture import svg_picture
-from rollpacker.profiling.bubble_report.report import Report, Times
+from rollpacker.profiling.bubble_report.report import Report
+from rollpacker.profiling.bubble_report.tables import TIMES_HEADER, times_cells
 
 _MAX_ROWS = 2_000
 _STYLE = """
@@ -19,7 +20,6 @@ th { border-bottom: 1px solid #888; position: sticky; top: 0; background: #fff; 
 td.word, th.word { text-align: left; } .warning { border: 2px solid #B00020; padding: 8px 14px; }
 details { margin-top: 12px; } summary { cursor: pointer; font-weight: bold; } pre { overflow-x: auto; }
 """
-_TIMES = ("bubble", "window", "compute", "comm only", "copy only", "idle", "leading", "inside", "tail", "between")
 
 
 def html_page(report: Report, comparison: str | None = None) -> str:
@@ -34,9 +34,9 @@ def html_page(report: Report, comparison: str | None = None) -> str:
         parts += ["<h2>Compared</h2>", f"<pre>{escape(comparison)}</pre>"]
     parts += [svg_picture(report)]
     if report.gpus:
-        rows = [[names[gpu], *_cells(times)] for gpu, times in report.gpus]
-        parts += ["<h2>By GPU</h2>", _table(["GPU", *_TIMES], rows, words=1)]
-        parts += ["<h2>By stage</h2>", _table(["stage", *_TIMES], [[s, *_cells(t)] for s, t in report.by_stage().items()], words=1)]
+        rows = [[names[gpu], *times_cells(times)] for gpu, times in report.gpus]
+        parts += ["<h2>By GPU</h2>", _table(["GPU", *TIMES_HEADER], rows, words=1)]
+        parts += ["<h2>By stage</h2>", _table(["stage", *TIMES_HEADER], [[s, *times_cells(t)] for s, t in report.by_stage().items()], words=1)]
         gaps = [
             [names[g.gpu], step_name(g.step), g.stage, g.cause.kind, g.cause.detail, duration(g.end - g.start)]
             + [f"{seconds(g.start - report.origin):.6f} s"]
@@ -49,19 +49,13 @@ def html_page(report: Report, comparison: str | None = None) -> str:
         ranked = report.rows
         if len(ranked) > _MAX_ROWS:
             ranked = sorted(ranked, key=lambda row: -row.times.idle)[:_MAX_ROWS]
-        full = [[step_name(r.step), r.stage, names[r.gpu], *_cells(r.times)] for r in ranked]
+        full = [[step_name(r.step), r.stage, names[r.gpu], *times_cells(r.times)] for r in ranked]
         title = f"Step x stage x GPU ({len(full)} of {len(report.rows)} rows)"
-        parts.append(f"<details><summary>{title}</summary>{_table(['step', 'stage', 'GPU', *_TIMES], full, 3)}</details>")
+        parts.append(f"<details><summary>{title}</summary>{_table(['step', 'stage', 'GPU', *TIMES_HEADER], full, 3)}</details>")
     if report.notes:
         parts += ["<h2>Notes</h2>", "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in report.notes) + "</ul>"]
     head = f'<meta charset="utf-8"><title>Where the GPU time went</title><style>{_STYLE}</style>'
     return "\n".join(["<!doctype html>", f'<html lang="en"><head>{head}</head><body>', *parts, "</body></html>\n"])
-
-
-def _cells(times: Times) -> list[str]:
-    values = (times.window, times.compute, times.comm, times.copy, times.idle)
-    values += (times.leading, times.inside, times.tail, times.between)
-    return [percent(times.bubble_ratio), *(duration(value) if value else "0" for value in values)]
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:

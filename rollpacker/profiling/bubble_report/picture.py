@@ -18,6 +18,7 @@ from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED, GpuTimelin
 
 COLOURS = {"compute": "#0072B2", "comm": "#E69F00", "copy": "#009E73", "idle": "#E4E4E4"}
 NAMES = {"compute": "compute", "comm": "communication only", "copy": "copies only", "idle": "idle (bubble)"}
+_TINTS = ("#DCD5EE", "#F7F5FC", "#D3E8EF", "#F3D9E4", "#E9E9C9", "#CFE3D4", "#E3DAD0")  # of steps and stages
 _WIDTH, _RIGHT = 1200, 90
 _BINS = 900
 _LEVELS = 12  # heights within a lane are rounded to these, so that equal neighbours are one step of the path
@@ -63,7 +64,7 @@ def svg_picture(report: Report) -> str:
     body: list[str] = []
     if report.timelines:
         names = full_names([timeline.gpu for timeline in report.timelines])
-        left = min(max(90, 16 + 7 * max(map(len, names.values()))), 260)
+        left = min(max(90, 16 + 7 * max(map(len, [*names.values(), *report.by_stage()]))), 260)
         axis = _Axis(report.timelines, left)
         body, top = _timeline(report, axis, names, top + 8)
         bars, top = _bars(report, axis, top + 34)
@@ -94,7 +95,8 @@ def _title_lines(report: Report) -> list[tuple[str, str]]:
             warning += f" (and {len(report.distrust) - 1} more reasons)"
         lines += [(line, ' fill="#B00020" font-weight="bold"') for line in textwrap.wrap(warning, _TEXT_COLUMNS - 10)]
     for number, sentence in enumerate(conclusions(report), 1):
-        lines += [(line, "") for line in textwrap.wrap(f"{number}. {sentence}", _TEXT_COLUMNS)]
+        unbroken = sentence.replace(" %", "\N{NO-BREAK SPACE}%")
+        lines += [(line, "") for line in textwrap.wrap(f"{number}. {unbroken}", _TEXT_COLUMNS)]
     return lines
 
 
@@ -128,7 +130,7 @@ def _timeline(report: Report, axis: _Axis, names: dict, top: int) -> tuple[list[
 
 
 def _bands(report: Report, axis: _Axis, top: int) -> tuple[list[str], int]:
-    """A row of steps and a row of stages, as most GPUs see them at each moment: the first GPU's pieces are shown."""
+    """A row of steps and a row of stages, as the GPU with the widest window lives through them."""
     out = []
     widest = max(report.timelines, key=lambda timeline: timeline.window.total)
     for row in ("step", "stage"):
@@ -141,13 +143,14 @@ def _bands(report: Report, axis: _Axis, top: int) -> tuple[list[str], int]:
                 runs.append((piece.start, piece.end, label))
         if all(label is None for _, _, label in runs):
             continue
+        tints: dict[str, str] = {}
         out.append(f'<text x="{axis.left - 6}" y="{top + 12}" font-size="11" text-anchor="end" fill="#444">{row}</text>')
         for index, (start, end, label) in enumerate(run for run in runs if run[2] is not None):
             x, width = axis.x(start), axis.x(end) - axis.x(start)
             if width < 0.3:
                 continue
             name = step_name(label)
-            fill = "#F3F0FA" if index % 2 else "#DCD5EE"
+            fill = tints.setdefault(name if row == "stage" else str(index % 2), _TINTS[len(tints) % len(_TINTS)])
             out.append(
                 f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="16" fill="{fill}" stroke="#8A7FB0" '
                 f'stroke-width=".5"><title>{escape(name)}: {duration(end - start)}</title></rect>'

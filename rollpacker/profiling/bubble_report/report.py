@@ -6,10 +6,11 @@ Invariants: compute + comm + copy + idle = window in whole nanoseconds, for ever
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
+from pathlib import Path
 
 from rollpacker.profiling.bubble_report.causes import judge
 from rollpacker.profiling.bubble_report.clocks import Alignment
@@ -317,8 +318,9 @@ def _cause(sources: Sequence[Source], timeline: GpuTimeline, start: int, end: in
 
 
 def _collect_notes(report: Report) -> None:
+    short = Counter(Path(source.path).name for source in report.sources)
     for source in report.sources:
-        name = source.path
+        name = Path(source.path).name if short[Path(source.path).name] == 1 else source.path
         report.distrust += [f"{name}: {reason}" for reason in source.distrust]
         report.notes += [f"{name}: {note}" for note in dict.fromkeys(source.notes)]
         if source.launch_coverage is not None and source.launch_coverage < 1:

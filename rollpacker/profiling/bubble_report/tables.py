@@ -13,7 +13,7 @@ from rollpacker.profiling.bubble_report.names import duration, full_names, gpu_n
 from rollpacker.profiling.bubble_report.report import Report, Row, Times
 from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED, Label
 
-_MAX_ROWS = 40
+_MAX_ROWS = 24
 _MAX_GPUS = 16
 _MAX_STEPS = 20
 _MAX_NOTES = 12
@@ -138,10 +138,11 @@ def _is_uuid(gpu: GpuId) -> bool:
     return bool(gpu.key) and "/" not in gpu.key and ":" not in gpu.key and " " not in gpu.key
 
 
-_TIMES_HEADER = ("bubble", "window", "compute", "comm only", "copy only", "idle", "leading", "inside", "tail", "between")
+TIMES_HEADER = ("bubble", "window", "compute", "comm only", "copy only", "idle", "leading", "inside", "tail", "between")
 
 
-def _cells(times: Times) -> list[str]:
+def times_cells(times: Times) -> list[str]:
+    """The cells below TIMES_HEADER."""
     shown = (times.window, times.compute, times.comm, times.copy, times.idle)
     shown += (times.leading, times.inside, times.tail, times.between)
     return [percent(times.bubble_ratio), *(duration(value) if value else "0" for value in shown)]
@@ -154,10 +155,10 @@ def _gpu_table(report: Report) -> str:
     if len(shown) > _MAX_GPUS:
         shown = sorted(shown, key=lambda item: -item[1].bubble_ratio)[:_MAX_GPUS]
         title = f"By GPU (the {_MAX_GPUS} idlest of {len(report.gpus)}; all are in --csv and --json)"
-    rows = [[names[gpu], *_cells(times), str(report.long_gaps[gpu][0])] for gpu, times in shown]
+    rows = [[names[gpu], *times_cells(times), str(report.long_gaps[gpu][0])] for gpu, times in shown]
     if len(report.gpus) > 1:
-        rows.append(["all", *_cells(report.total), str(sum(number for number, _ in report.long_gaps.values()))])
-    return grid(["GPU", *_TIMES_HEADER, "gaps >= 1 ms"], rows, title)
+        rows.append(["all", *times_cells(report.total), str(sum(number for number, _ in report.long_gaps.values()))])
+    return grid(["GPU", *TIMES_HEADER, "gaps >= 1 ms"], rows, title)
 
 
 def _stage_table(report: Report) -> str:
@@ -165,8 +166,8 @@ def _stage_table(report: Report) -> str:
     if set(stages) == {UNATTRIBUTED}:
         return ""
     ordered = sorted(stages.items(), key=lambda item: -item[1].idle)
-    rows = [[stage, percent(times.idle / (report.total.idle or 1)), *_cells(times)] for stage, times in ordered]
-    return grid(["stage", "of all idle", *_TIMES_HEADER], rows, "By stage (all GPUs and steps)")
+    rows = [[stage, percent(times.idle / (report.total.idle or 1)), *times_cells(times)] for stage, times in ordered]
+    return grid(["stage", "of all idle", *TIMES_HEADER], rows, "By stage (all GPUs and steps)")
 
 
 def _step_table(report: Report) -> str:
@@ -205,8 +206,8 @@ def _full_table(report: Report) -> str:
     if len(shown) > _MAX_ROWS:
         shown = sorted(shown, key=lambda row: -row.times.idle)[:_MAX_ROWS]
         title += f" (the {_MAX_ROWS} rows of {len(report.rows)} with the most idle time; all are in --csv and --json)"
-    rows = [[step_name(row.step), row.stage, names[row.gpu], *_cells(row.times)] for row in shown]
-    return grid(["step", "stage", "GPU", *_TIMES_HEADER], rows, title)
+    rows = [[step_name(row.step), row.stage, names[row.gpu], *times_cells(row.times)] for row in shown]
+    return grid(["step", "stage", "GPU", *TIMES_HEADER], rows, title)
 
 
 def _wait_table(report: Report) -> str:
