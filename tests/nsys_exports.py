@@ -20,10 +20,12 @@ _KERNEL = (
 )
 _TABLES = {
     "CUPTI_ACTIVITY_KIND_KERNEL": _KERNEL,
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "start end deviceId contextId {green} streamId correlationId globalPid graphId graphExecId",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": "start end deviceId contextId {green} streamId correlationId globalPid bytes copyKind srcKind "
-    "dstKind srcDeviceId srcContextId dstDeviceId dstContextId migrationCause graphNodeId virtualAddress",
-    "CUPTI_ACTIVITY_KIND_MEMSET": "start end deviceId contextId {green} streamId correlationId globalPid value bytes graphNodeId memKind",
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "start end deviceId contextId {green} streamId correlationId globalPid graphId "
+    "graphExecId",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": "start end deviceId contextId {green} streamId correlationId globalPid bytes copyKind "
+    "srcKind dstKind srcDeviceId srcContextId dstDeviceId dstContextId migrationCause graphNodeId virtualAddress",
+    "CUPTI_ACTIVITY_KIND_MEMSET": "start end deviceId contextId {green} streamId correlationId globalPid value bytes "
+    "graphNodeId memKind",
     "CUPTI_ACTIVITY_KIND_RUNTIME": "start end eventClass globalTid correlationId nameId returnValue callchainId",
     "NVTX_EVENTS": "start end eventType rangeId category color text:TEXT globalTid endGlobalTid textId domainId uint64Value "
     "int64Value doubleValue:REAL uint32Value int32Value floatValue:REAL jsonTextId jsonText:TEXT {binary}",
@@ -120,7 +122,15 @@ class Export:
             self._operation("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", pid, start, end, device, 7, correlation, None)
 
     def range(
-        self, pid: int, start: float, end: float | None, name: str, *, kind: int = 59, registered: bool = False, tid: int = 1
+        self,
+        pid: int,
+        start: float,
+        end: float | None,
+        name: str,
+        *,
+        kind: int = 59,
+        registered: bool = False,
+        tid: int = 1,
     ) -> None:
         columns: dict[str, object] = {"start": ns(start), "end": None if end is None else ns(end), "eventType": kind}
         columns |= {"globalTid": global_pid(pid) | tid, "domainId": 0}
@@ -140,9 +150,11 @@ class Export:
             rows = self.rows.get(table, [])
             if not rows:
                 continue
-            columns = template.format(**{k: name if self.version in v else "" for k, (name, v) in _OPTIONAL.items()}).split()
+            columns = template.format(
+                **{k: name if self.version in v else "" for k, (name, v) in _OPTIONAL.items()}
+            ).split()
             names = [column.split(":")[0] for column in columns]
-            types = ", ".join(f'"{c.split(":")[0]}" {(c.split(":") + ["INTEGER"])[1]}' for c in columns)
+            types = ", ".join(f'"{c.split(":")[0]}" {[*c.split(":"), "INTEGER"][1]}' for c in columns)
             database.execute(f"CREATE TABLE {table} ({types})")
             rows = sorted(rows, key=lambda row: row.get("start", 0) or 0)
             if shuffle is not None:
@@ -154,9 +166,23 @@ class Export:
         return self.path
 
     def _operation(
-        self, table: str, pid: int, start: float, end: float, device: int, stream: int, correlation: int | None, name: str | None
+        self,
+        table: str,
+        pid: int,
+        start: float,
+        end: float,
+        device: int,
+        stream: int,
+        correlation: int | None,
+        name: str | None,
     ) -> None:
-        columns: dict[str, object] = {"start": ns(start), "end": ns(end), "deviceId": device, "contextId": 1, "streamId": stream}
+        columns: dict[str, object] = {
+            "start": ns(start),
+            "end": ns(end),
+            "deviceId": device,
+            "contextId": 1,
+            "streamId": stream,
+        }
         columns |= {"correlationId": correlation, "globalPid": global_pid(pid)}
         if name is not None:
             columns |= {"shortName": self.string(name), "demangledName": self.string(name + "<float>(int)")}
@@ -168,17 +194,29 @@ class Export:
         for text, index in self.strings.items():
             self.add("StringIds", id=index, value=text)
         self.add(
-            "TARGET_INFO_SESSION_START_TIME", utcEpochNs=self.utc_ns, utcTime="", localTime="", systemClockNs=self.system_ns
+            "TARGET_INFO_SESSION_START_TIME",
+            utcEpochNs=self.utc_ns,
+            utcTime="",
+            localTime="",
+            systemClockNs=self.system_ns,
         )
         if self.duration_s is not None:
-            self.add("ANALYSIS_DETAILS", globalVid=VM, duration=ns(self.duration_s), startTime=0, stopTime=ns(self.duration_s))
+            self.add(
+                "ANALYSIS_DETAILS",
+                globalVid=VM,
+                duration=ns(self.duration_s),
+                startTime=0,
+                stopTime=ns(self.duration_s),
+            )
         listed = [{"Id": i, "Uuid": u, "CuDevice": i, "MigEnabled": self.is_mig} for i, u in enumerate(self.gpus)]
         for name, value in (
             ("Hostname", self.host),
             ("DeviceEnvironment", SECRET),
             ("GpuInfo", json.dumps({"Gpus": listed} if self.gpus else {})),
         ):
-            self.add("TARGET_INFO_SYSTEM_ENV", globalVid=VM, devStateName="Local (CLI)", name=name, nameEnum=0, value=value)
+            self.add(
+                "TARGET_INFO_SYSTEM_ENV", globalVid=VM, devStateName="Local (CLI)", name=name, nameEnum=0, value=value
+            )
         for index, uuid in enumerate(self.gpus):
             self.add("TARGET_INFO_GPU", vmId=VM, id=index, name="GPU", uuid=uuid, cuDevice=index)
 

@@ -71,9 +71,7 @@ def _report(paths: Sequence[str], options: argparse.Namespace, *, is_other: bool
     return build_report(sources, timelines, alignment, options.window)
 
 
-def _write_files(
-    options: argparse.Namespace, report: Report, before: Report | None, comparison: str | None
-) -> None:
+def _write_files(options: argparse.Namespace, report: Report, before: Report | None, comparison: str | None) -> None:
     """All outputs are made before the first is written, so that an error leaves none half done."""
     outputs: list[tuple[str, str]] = []
     if options.json:
@@ -109,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--csv", metavar="F", help="write stage x step x GPU as CSV")
     add("--svg", metavar="F", help="draw timeline lanes and stacked bars")
     add("--html", metavar="F", help="write one self-contained page")
-    add("--window", choices=("common", "span"), default="common", help="one window for all GPUs, or each GPU's own span")
+    add(
+        "--window", choices=("common", "span"), default="common", help="one window for all GPUs, or each GPU's own span"
+    )
     add("--node", action="append", default=[], metavar="NAME", help="name of the host: NAME, or FILE=NAME; may repeat")
     add("--offset", action="append", default=[], metavar="FILE=SEC", help="add seconds to a file's clock; may repeat")
     add("--align", choices=("nccl",), help="align the hosts' clocks by the ends of collectives")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -32,7 +33,7 @@ def check(found: Intervals, expected: set[int]) -> None:
     pairs = list(found)
     assert points(pairs) == expected
     assert all(start < end for start, end in pairs)
-    assert all(a[1] < b[0] for a, b in zip(pairs, pairs[1:], strict=False)), "sorted, disjoint, not touching"
+    assert all(a[1] < b[0] for a, b in pairwise(pairs)), "sorted, disjoint, not touching"
     assert found.total == len(expected)
 
 
@@ -55,7 +56,7 @@ def test_everything_equals_brute_force(a: list, b: list, low: int, high: int) ->
 @given(PAIRS, st.integers(1, 20))
 def test_gaps_and_bridges(a: list, size: int) -> None:
     x, pairs = Intervals.of(a), list(Intervals.of(a))
-    holes = [(p[1], q[0]) for p, q in zip(pairs, pairs[1:], strict=False)]
+    holes = [(p[1], q[0]) for p, q in pairwise(pairs)]
     assert x.gaps(size) == [(s, e) for s, e in holes if e - s >= size]
     bridged = x.bridge(size)
     assert points(list(bridged)) == points(a) | points([(s, e) for s, e in holes if e - s <= size])

@@ -80,7 +80,9 @@ def test_kinds_are_split_and_streams_are_united(tmp_path: Path) -> None:
 def test_every_schema_and_every_kind_of_range(tmp_path: Path, version: str, registered: bool, kind: int) -> None:
     export = Export(tmp_path / "a.sqlite", version=version)
     export.process(10, {0: 0})
-    export.add("NVTX_EVENTS", start=-2_000_000_000, end=None, eventType=75, text="domain", globalTid=(1 << 48) | 10 << 24)
+    export.add(
+        "NVTX_EVENTS", start=-2_000_000_000, end=None, eventType=75, text="domain", globalTid=(1 << 48) | 10 << 24
+    )
     export.range(10, 0.0, 1.0, "rollpacker/step_3", kind=kind, registered=registered)
     export.range(10, 0.0, 0.6, "rollpacker/gen", kind=kind, registered=registered)
     export.range(10, 0.6, None, "rollpacker/update_actor", kind=kind, registered=registered)  # open at the end
@@ -104,7 +106,9 @@ def test_a_controller_without_a_gpu_names_the_stages_of_workers_in_other_files(t
         controller.range(1, start + 7, start + 10, "update_actor", kind=60)
     workers = []
     for index, stop in enumerate((2.0, 5.0)):
-        worker = Export(tmp_path / f"worker_process_{index}.sqlite", gpus=("u0", "u1"), system_ns=5_000_000_000 + index * 10**9)
+        worker = Export(
+            tmp_path / f"worker_process_{index}.sqlite", gpus=("u0", "u1"), system_ns=5_000_000_000 + index * 10**9
+        )
         worker.utc_ns += index * 10**9  # captured a second later: times start a second lower
         worker.process(100 + index, {0: index})
         for start in (0.0, 10.0):
@@ -165,7 +169,9 @@ def test_graph_launches_are_busy_and_without_rows_they_are_not_trusted(tmp_path:
     export.graph(10, 0.1, 0.9)
     export.graph(10, 0.9, 1.0)
     export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=0, end=0, deviceId=0, globalPid=(1 << 48) | 10 << 24)
-    export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=5, end=10**12, deviceId=2**31 - 1, globalPid=(1 << 48) | 10 << 24)
+    export.add(
+        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=5, end=10**12, deviceId=2**31 - 1, globalPid=(1 << 48) | 10 << 24
+    )
     report = make_report(export.write())
     assert report.is_trusted and report.total.idle == 0 and ms(report.total.compute) == 1000
 
@@ -198,7 +204,9 @@ def test_dropped_events_and_warnings_are_not_trusted(tmp_path: Path) -> None:
     warned.diagnostic("Number of CUDA events collected: 12.", severity=1)
     path = warned.write()
     assert make_report(path).is_trusted  # no stage of it comes from NVTX
-    for number, text in enumerate(("Not all CUDA events might have been collected.", "CUPTI: 17 records were dropped.")):
+    for number, text in enumerate(
+        ("Not all CUDA events might have been collected.", "CUPTI: 17 records were dropped.")
+    ):
         bad = Export(tmp_path / f"c{number}.sqlite")
         bad.process(10, {0: 0})
         bad.kernel(10, 0.0, 1.0)
@@ -358,7 +366,10 @@ def test_hours_between_captures_are_nobodys_idle_time(tmp_path: Path) -> None:
         ("execute_32_context_0(sq0sk0)_generation_32(sq32)", "gen"),
         ("execute_context_1(20)_generation_3(3)", "gen"),
         ("gpu_model_runner: forward", "gen"),
-        ("megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving.warmup", "forward_backward"),
+        (
+            "megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving.warmup",
+            "forward_backward",
+        ),
         ("## forward ##", "forward"),
         ("Optimizer.step#Adam.step", "optimizer"),
         ("aten::gen, op_id = 17", None),
@@ -372,7 +383,13 @@ def test_names_of_stages(name: str, stage: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("rollpacker/step_12", 12), ("Step 0 to 10", "0-10"), ("ProfilerStep#551", 551), ("iteration 7", 7), ("train_step: 3", 3)],
+    [
+        ("rollpacker/step_12", 12),
+        ("Step 0 to 10", "0-10"),
+        ("ProfilerStep#551", 551),
+        ("iteration 7", 7),
+        ("train_step: 3", 3),
+    ],
 )
 def test_names_of_steps(name: str, number: int | str) -> None:
     assert getattr(StageNamer().meaning(name), "number", None) == number
@@ -393,11 +410,15 @@ def test_the_users_names_come_first(tmp_path: Path) -> None:
 # A random job: ranks with own ranges, kernels on two streams, copies; nothing is aligned on purpose.
 SPANS = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300)), min_size=1, max_size=6)
 JOBS = st.lists(
-    st.fixed_dictionaries({"kernels": SPANS, "nccl": SPANS, "copies": SPANS, "gen": SPANS, "train": SPANS}), min_size=1, max_size=3
+    st.fixed_dictionaries({"kernels": SPANS, "nccl": SPANS, "copies": SPANS, "gen": SPANS, "train": SPANS}),
+    min_size=1,
+    max_size=3,
 )
 
 
-def write_job(folder: Path, job: list[dict], shuffle: int | None = None, names: tuple[str, ...] = ("a", "b", "c")) -> list[Path]:
+def write_job(
+    folder: Path, job: list[dict], shuffle: int | None = None, names: tuple[str, ...] = ("a", "b", "c")
+) -> list[Path]:
     paths = []
     for rank, parts in enumerate(job):
         export = Export(folder / f"{names[rank]}.sqlite", gpus=("u0", "u1", "u2"), duration_s=2.0)
@@ -410,7 +431,13 @@ def write_job(folder: Path, job: list[dict], shuffle: int | None = None, names: 
             export.copy(10 + rank, start / 1e3, (start + length) / 1e3)
         for stage, kind in (("gen", 59), ("train", 60)):
             for start, length in parts[stage]:
-                export.range(10 + rank, start / 1e3, (start + length) / 1e3, "update_actor" if stage == "train" else stage, kind=kind)
+                export.range(
+                    10 + rank,
+                    start / 1e3,
+                    (start + length) / 1e3,
+                    "update_actor" if stage == "train" else stage,
+                    kind=kind,
+                )
         export.range(10 + rank, 0.0, 0.6, "rollpacker/step_1")
         export.range(10 + rank, 0.6, 1.3, "rollpacker/step_2")
         paths.append(export.write(shuffle))
@@ -429,10 +456,13 @@ def test_sums_hold_and_the_order_of_rows_and_files_is_irrelevant(job: list[dict]
     # And the kinds, against sets of milliseconds.
     for (_, times), parts in zip(plain.gpus, job, strict=True):
         compute, comm, copy = (
-            {t for start, length in parts[k] for t in range(start, start + length)} for k in ("kernels", "nccl", "copies")
+            {t for start, length in parts[k] for t in range(start, start + length)}
+            for k in ("kernels", "nccl", "copies")
         )
         assert [ms(times.compute), ms(times.comm), ms(times.copy)] == [
-            len(compute), len(comm - compute), len(copy - comm - compute)
+            len(compute),
+            len(comm - compute),
+            len(copy - comm - compute),
         ]
 
 
@@ -459,7 +489,12 @@ def test_merging_two_reports_of_one_gpu_never_raises_its_idle_time(job: list[dic
 def test_sixty_four_gpus_on_eight_nodes(tmp_path: Path) -> None:
     paths = []
     for node in range(8):
-        export = Export(tmp_path / f"n{node}.sqlite", host=f"node{node}", gpus=tuple(f"{node}-{g}" for g in range(8)), duration_s=10.0)
+        export = Export(
+            tmp_path / f"n{node}.sqlite",
+            host=f"node{node}",
+            gpus=tuple(f"{node}-{g}" for g in range(8)),
+            duration_s=10.0,
+        )
         for gpu in range(8):
             export.process(100 + gpu, {0: gpu})
             export.range(100 + gpu, 0.0, 10.0, "rollpacker/step_1")

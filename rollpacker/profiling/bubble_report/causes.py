@@ -53,4 +53,7 @@ def judge(start: int, end: int, calls: Iterable[tuple[int, int, str]], launch: i
     if launch is None and not time_in:
         return Cause("unknown", "no CUDA calls of this process were recorded around it")
     share = (blocked.total + called) / length
-    return Cause("nothing", f"the host was outside CUDA for {1 - share:.0%} of it (Python, waiting for data or for other processes)")
+    return Cause(
+        "nothing",
+        f"the host was outside CUDA for {1 - share:.0%} of it (Python, waiting for data or for other processes)",
+    )

@@ -37,7 +37,9 @@ def read_chrome(path: Path, namer: StageNamer, host: str | None) -> Source:
     document = _load(path)
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
-        raise BadTrace(f"{path}: JSON, but no trace: expected an object with a list `traceEvents` (torch.profiler's format).")
+        raise BadTrace(
+            f"{path}: JSON, but no trace: expected an object with a list `traceEvents` (torch.profiler's format)."
+        )
     spans = [e for e in events if isinstance(e, dict) and e.get("ph") == "X" and _is_number(e.get("ts"))]
     try:
         if any(e.get("cat") == "stage" and not str(e.get("name")).startswith("nccl") for e in spans):
@@ -46,7 +48,9 @@ def read_chrome(path: Path, namer: StageNamer, host: str | None) -> Source:
     except (TypeError, ValueError, KeyError, OverflowError, AttributeError) as error:
         if isinstance(error, BadTrace):
             raise
-        raise BadTrace(f"{path}: a trace with an event that makes no sense ({error}); record or copy it again.") from error
+        raise BadTrace(
+            f"{path}: a trace with an event that makes no sense ({error}); record or copy it again."
+        ) from error
 
 
 def _load(path: Path) -> Any:
@@ -66,12 +70,18 @@ def _load(path: Path) -> Any:
             raise too_large
         return json.loads(data)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise BadTrace(f"{path}: not a complete gzip file ({error}); it is cut short or damaged. Copy it again.") from error
+        raise BadTrace(
+            f"{path}: not a complete gzip file ({error}); it is cut short or damaged. Copy it again."
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise BadTrace(f"{path}: not valid JSON ({error}); it is cut short or no trace. Copy or record it again.") from error
+        raise BadTrace(
+            f"{path}: not valid JSON ({error}); it is cut short or no trace. Copy or record it again."
+        ) from error
 
 
-def _kineto_source(path: Path, document: dict[str, Any], spans: list[Any], namer: StageNamer, host: str | None) -> Source:
+def _kineto_source(
+    path: Path, document: dict[str, Any], spans: list[Any], namer: StageNamer, host: str | None
+) -> Source:
     base_ns = document.get("baseTimeNanoseconds")
     rank = (document.get("distributedInfo") or {}).get("rank")
     if host is None:
@@ -155,7 +165,7 @@ class _Drain:
 
     def __init__(self, spans: list[Any], calls: list[tuple[int, int, int, str, Any]]) -> None:
         self._calls = [(call[0], call[4]) for call in calls if isinstance(call[4], int)]
-        launched_at = {correlation: start for start, correlation in self._calls}
+        launched_at: dict[Any, int] = {correlation: start for start, correlation in self._calls}
         pairs = []
         for event in spans:
             if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):

@@ -53,7 +53,9 @@ def align_clocks(sources: Sequence[Source], offsets: Sequence[str], *, by_nccl: 
     clockless = [s for s in sources if not s.has_wall_clock]
     if clockless and len(sources) > 1:
         name = Path(clockless[0].path).name
-        return Alignment(None, None, f"{name} carries no wall clock and is read with other files: give --offset {name}=SEC")
+        return Alignment(
+            None, None, f"{name} carries no wall clock and is read with other files: give --offset {name}=SEC"
+        )
     groups: dict[str, list[Source]] = {}
     for source in sources:
         groups.setdefault(source.clock_group, []).append(source)
@@ -113,13 +115,15 @@ def _several_clocks(groups: list[list[Source]], *, by_nccl: bool) -> Alignment:
         return Alignment(
             error,
             f"{len(groups)} clocks aligned by {min(s.num_matched for s in skews)} collectives: largest correction "
-            f"{largest / MILLISECOND:.3f} ms, residual error {error / MILLISECOND:.3f} ms; no order of events below that is meant",
+            f"{largest / MILLISECOND:.3f} ms, residual error {error / MILLISECOND:.3f} ms; "
+            "no order of events below that is meant",
         )
     if skews and not unmatched:
         worst = max(abs(skew.offset_ns) + skew.error_ns for skew in skews)
         advice = "; --align nccl removes it" if worst > MILLISECOND else ""
         return Alignment(
-            worst, f"{len(groups)} clocks taken as they are: their collectives end {worst / MILLISECOND:.3f} ms apart{advice}"
+            worst,
+            f"{len(groups)} clocks taken as they are: their collectives end {worst / MILLISECOND:.3f} ms apart{advice}",
         )
     return Alignment(
         None,

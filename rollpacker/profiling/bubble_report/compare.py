@@ -23,7 +23,11 @@ def compare_json(before: Report, after: Report) -> list[dict[str, Any]]:
             "name": name,
             "bubble_ratio": [a.bubble_ratio, b.bubble_ratio, b.bubble_ratio - a.bubble_ratio],
             **{
-                f"{kind}_s": [getattr(a, kind) / 1e9, getattr(b, kind) / 1e9, (getattr(b, kind) - getattr(a, kind)) / 1e9]
+                f"{kind}_s": [
+                    getattr(a, kind) / 1e9,
+                    getattr(b, kind) / 1e9,
+                    (getattr(b, kind) - getattr(a, kind)) / 1e9,
+                ]
                 for kind in ("window", "compute", "comm", "copy", "idle")
             },
         }
@@ -61,7 +65,8 @@ def _sentence(before: Report, after: Report) -> str:
     a, b = before.total, after.total
     points = 100 * (b.bubble_ratio - a.bubble_ratio)
     word = "fell" if points < 0 else "rose"
-    text = f"Compared: the bubble {word} by {abs(points):.1f} points, from {percent(a.bubble_ratio)} to {percent(b.bubble_ratio)}."
+    change = f"from {percent(a.bubble_ratio)} to {percent(b.bubble_ratio)}"
+    text = f"Compared: the bubble {word} by {abs(points):.1f} points, {change}."
     if not (before.is_trusted and after.is_trusted):
         text += " One of the two is untrusted, so read this with care."
     if before.by_step() and after.by_step():

@@ -58,12 +58,15 @@ def _where(report: Report) -> str:
     place = "outside all stages" if stage == UNATTRIBUTED else f"in {stage}"
     sentence = f"{percent(times.idle / total.idle)} of the idle time lies {place}"
     if stage != UNATTRIBUTED:
-        sentence += f", most of it {_WORDS[_main_part(times)]} ({percent(getattr(times, _main_part(times)) / times.idle)})"
+        sentence += (
+            f", most of it {_WORDS[_main_part(times)]} ({percent(getattr(times, _main_part(times)) / times.idle)})"
+        )
     wait = _worst_wait(report)
     if wait is not None:
         names = full_names([gpu for gpu, _ in report.gpus])
         where = f"{wait.stage} of step {step_name(wait.step)}" if wait.step is not None else wait.stage
-        sentence += f"; in {where} {names[wait.last]} was last, and the others waited {duration(wait.waited)} of GPU time for it"
+        waited = f"the others waited {duration(wait.waited)} of GPU time for it"
+        sentence += f"; in {where} {names[wait.last]} was last, and {waited}"
     return sentence + "."
 
 
@@ -98,7 +101,7 @@ def _what_to_do(report: Report) -> str:
     for gap in report.gaps:
         by_cause[gap.cause.kind] += gap.end - gap.start
     if not by_cause:
-        return "All gaps are shorter than 0.1 ms: the kernels are small; larger batches, fusion or CUDA graphs are what helps."
+        return "All gaps are shorter than 0.1 ms: the kernels are small; larger batches, fusion or CUDA graphs help."
     cause = max(by_cause, key=lambda kind: by_cause[kind])
     share = by_cause[cause] / sum(by_cause.values())
     return f"Act first on {_ADVICE[cause]} (behind {share:.0%} of the {len(report.gaps)} largest gaps)."

@@ -20,9 +20,7 @@ _SQLITE, _REPORT, _JSON = (".sqlite", ".sqlite3", ".db"), (".nsys-rep", ".qdrep"
 _PEEK = 1 << 16
 
 
-def read_sources(
-    paths: Sequence[str], namer: StageNamer, nodes: Sequence[str] = ()
-) -> list[Source]:
+def read_sources(paths: Sequence[str], namer: StageNamer, nodes: Sequence[str] = ()) -> list[Source]:
     """Every trace below `paths`, in a fixed order; `nodes` are NAME (for all files) or FILE=NAME.
 
     Raises BadTrace for a file that is missing, damaged or no trace, and for paths without any trace.
@@ -42,7 +40,9 @@ def find_files(paths: Sequence[str]) -> list[Path]:
             inside = [p for p in path.rglob("*") if p.is_file() and _is_trace_name(p)]
             inside = [p for p in inside if not (p.name.endswith(_JSON) and not _looks_like_trace(p))]
             if not inside:
-                raise BadTrace(f"{path}: a folder without traces; expected .sqlite, .nsys-rep, .json or .json.gz files.")
+                raise BadTrace(
+                    f"{path}: a folder without traces; expected .sqlite, .nsys-rep, .json or .json.gz files."
+                )
             found.update(inside)
         elif path.is_file():
             found.add(path)

@@ -11,7 +11,7 @@ import importlib.util
 import operator
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, islice, pairwise
 from typing import Any
@@ -34,7 +34,7 @@ class Intervals:
         """Take sorted, disjoint, non-empty intervals as they are; `Intervals.of` takes any."""
         self.starts = starts
         self.ends = ends
-        self._before: list[int] | None = None
+        self._before: Sequence[int] | None = None
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int]]) -> Intervals:
@@ -179,12 +179,13 @@ class Intervals:
         pairs += [(a[1], b[0]) for a, b in pairwise(self) if b[0] - a[1] <= at_most]
         return Intervals.of(pairs)
 
-    def _lengths_before(self) -> Any:
+    def _lengths_before(self) -> Sequence[int]:
+        """The nanoseconds before each interval, and before the end."""
         if self._before is None:
             numpy = numpy_or_none() if len(self) >= _NUMPY_PAYS_FROM else None
             if numpy is not None:
                 lengths = numpy.frombuffer(self.ends, "i8") - numpy.frombuffer(self.starts, "i8")
-                self._before = array("q", [0]) + array("q", numpy.cumsum(lengths).tobytes())  # type: ignore[assignment]
+                self._before = array("q", [0]) + array("q", numpy.cumsum(lengths).tobytes())
             else:
                 self._before = list(accumulate(map(operator.sub, self.ends, self.starts), initial=0))
         return self._before
@@ -194,7 +195,7 @@ class Intervals:
         if index == 0:
             return 0
         before = self._lengths_before()
-        return int(before[index - 1] + min(time, self.ends[index - 1]) - self.starts[index - 1])
+        return before[index - 1] + min(time, self.ends[index - 1]) - self.starts[index - 1]
 
 
 def merge_with_numpy(numpy: Any, starts: Any, ends: Any) -> tuple[Any, Any]:

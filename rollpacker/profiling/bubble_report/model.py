@@ -42,9 +42,7 @@ class Work:
 
     def merged(self, other: Work) -> Work:
         """The work of two processes on one GPU."""
-        return Work(
-            self.compute.union(other.compute), self.comm.union(other.comm), self.copy.union(other.copy)
-        )
+        return Work(self.compute.union(other.compute), self.comm.union(other.comm), self.copy.union(other.copy))
 
     def hull(self) -> tuple[int, int] | None:
         """First start and last end of any work."""

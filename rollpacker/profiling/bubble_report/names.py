@@ -34,7 +34,11 @@ def duration(nanoseconds: float) -> str:
     """A duration for people: 12.3 s, 4.56 ms, 78 us."""
     for unit, size in (("s", SECOND), ("ms", 1e6)):
         if abs(nanoseconds) >= size:
-            return f"{nanoseconds / size:.3g} {unit}" if abs(nanoseconds) < 1000 * size else f"{nanoseconds / size:,.0f} {unit}"
+            return (
+                f"{nanoseconds / size:.3g} {unit}"
+                if abs(nanoseconds) < 1000 * size
+                else f"{nanoseconds / size:,.0f} {unit}"
+            )
     return f"{nanoseconds / 1e3:.3g} us"
 
 

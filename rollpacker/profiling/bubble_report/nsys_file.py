@@ -194,7 +194,9 @@ class NsysFile:
 
 def unreadable(path: Path, error: Exception) -> BadTrace:
     """The one line for a damaged file."""
-    return BadTrace(f"{path}: not readable as SQLite ({error}); the file is damaged or cut short. Export or copy it again.")
+    return BadTrace(
+        f"{path}: not readable as SQLite ({error}); the file is damaged or cut short. Export or copy it again."
+    )
 
 
 def open_database(path: Path) -> sqlite3.Connection:

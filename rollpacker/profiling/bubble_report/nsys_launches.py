@@ -39,9 +39,10 @@ class RowsByStart:
         self._file = file
         self._select = f"SELECT {columns} FROM {table}"
         self._table = table
-        low, high = file.one(f"SELECT (SELECT min(rowid) FROM {table}), (SELECT max(rowid) FROM {table})") or (None, None)
-        self._low, self._high = (low, high + 1) if low is not None else (0, 0)
-        self._sorted: list[Any] | None = None
+        bounds = file.one(f"SELECT (SELECT min(rowid) FROM {table}), (SELECT max(rowid) FROM {table})")
+        self._low: int = 0 if bounds[0] is None else bounds[0]
+        self._high: int = 0 if bounds[0] is None else bounds[1] + 1
+        self._sorted: list[tuple[Any, ...]] | None = None
         if not self._is_in_order():
             self._sorted = sorted(file.rows(f"{self._select} WHERE start IS NOT NULL"))
             self._low, self._high = 0, len(self._sorted)
@@ -49,7 +50,7 @@ class RowsByStart:
     def position(self, time: int) -> int:
         """The position of the first row that starts at or after `time`."""
         if self._sorted is not None:
-            return bisect_left(self._sorted, (time,))
+            return int(bisect_left(self._sorted, (time,)))
         low, high = self._low, self._high
         while low < high:
             middle = (low + high) // 2

@@ -63,11 +63,16 @@ def _set_clock(source: Source, file: NsysFile) -> None:
     """UTC at time 0. From 2026 on the host's monotonic clock puts reports of one host on one exact clock."""
     shifted = [
         name
-        for name, neutral in (("EXPORT_PARAM_TIME_NORMALIZE", ("false", "0")), ("EXPORT_PARAM_TIME_SHIFT", ("0", "false")))
+        for name, neutral in (
+            ("EXPORT_PARAM_TIME_NORMALIZE", ("false", "0")),
+            ("EXPORT_PARAM_TIME_SHIFT", ("0", "false")),
+        )
         if file.metadata.get(name, neutral[0]).lower() not in neutral
     ]
     if shifted:
-        source.notes.append(f"exported with {' and '.join(shifted)} set: its times are shifted; give --offset if they differ")
+        source.notes.append(
+            f"exported with {' and '.join(shifted)} set: its times are shifted; give --offset if they differ"
+        )
     clock = file.wall_clock()
     if clock is None:
         source.has_wall_clock = False

@@ -25,9 +25,13 @@ _MAX_LOST_GRAPHS = 0.05
 MIN_COVERAGE = 0.8
 """Below this share of operations with a known launch, stages by launch are guesses."""
 
-_LOSS = re.compile(r"might (not )?(have been|be) (collected|missing)|dropp|lost|overflow|incomplete|truncat|not all", re.I)
+_LOSS = re.compile(
+    r"might (not )?(have been|be) (collected|missing)|dropp|lost|overflow|incomplete|truncat|not all", re.I
+)
 _OF_GPU = re.compile(r"cuda|cupti|nvtx|gpu", re.I)
-_OF_OTHERS = re.compile(r"opengl|os runtime|vulkan|ip samples|sampling|scheduling|debuginfod|etw|directx|openacc|mpi|ucx", re.I)
+_OF_OTHERS = re.compile(
+    r"opengl|os runtime|vulkan|ip samples|sampling|scheduling|debuginfod|etw|directx|openacc|mpi|ucx", re.I
+)
 _WARNING, _ERROR = 2, 3
 
 
@@ -44,7 +48,7 @@ def diagnostics(file: NsysFile, *, has_ranges: bool) -> tuple[list[str], list[st
         is_loss = bool(_LOSS.search(text)) and (bool(_OF_GPU.search(text)) or not _OF_OTHERS.search(text))
         if not has_ranges and "nvtx" in text.lower() and not re.search(r"cuda|cupti", text, re.I):
             is_loss = False
-        if severity is not None and severity >= _ERROR or is_loss and (severity or 0) >= 1:
+        if (severity is not None and severity >= _ERROR) or (is_loss and (severity or 0) >= 1):
             distrust.append(f"the profiler warned: {text}")
         elif severity == _WARNING and not _OF_OTHERS.search(text):
             notes.append(f"the profiler warned: {text}")
@@ -113,7 +117,9 @@ def _launches(file: NsysFile, names: Sequence[str]) -> set[tuple[int, int]]:
     captures = _captures(file)
     return {
         (thread & PROCESS_MASK, correlation)
-        for start, thread, correlation in file.rows(f"SELECT start, globalTid, correlationId FROM {RUNTIME} WHERE {where}")
+        for start, thread, correlation in file.rows(
+            f"SELECT start, globalTid, correlationId FROM {RUNTIME} WHERE {where}"
+        )
         if thread is not None
         and correlation is not None
         and not any(low <= start <= high for low, high in captures.get(thread, ()))

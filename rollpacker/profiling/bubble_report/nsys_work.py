@@ -19,7 +19,15 @@ from typing import Any
 
 from rollpacker.profiling.bubble_report.intervals import Intervals, merge_with_numpy, numpy_or_none
 from rollpacker.profiling.bubble_report.model import BadTrace, Work
-from rollpacker.profiling.bubble_report.nsys_file import GRAPH_TRACE, KERNEL, MEMCPY, MEMSET, NsysFile, open_database, unreadable
+from rollpacker.profiling.bubble_report.nsys_file import (
+    GRAPH_TRACE,
+    KERNEL,
+    MEMCPY,
+    MEMSET,
+    NsysFile,
+    open_database,
+    unreadable,
+)
 
 COLLECTIVE_NAMES = ("%nccl%", "%rccl%", "%nvshmem%", "%cross_device_reduce%", "%multimem_all%", "%deep_ep%")
 """Kernels that only communicate (LIKE patterns, lower case): NCCL, RCCL, NVSHMEM, vLLM's all-reduce, multimem, DeepEP."""
@@ -71,7 +79,9 @@ def _read_table(
         sql = f"SELECT DISTINCT globalPid FROM {table} WHERE globalPid IS NOT NULL"
         processes = [int(row[0]) for row in file.rows(sql)]
         if len(processes) >= _UNKNOWN_PROCESS:
-            raise BadTrace(f"{file.path}: {len(processes)} processes with GPU work in one report; at most 1022 are read.")
+            raise BadTrace(
+                f"{file.path}: {len(processes)} processes with GPU work in one report; at most 1022 are read."
+            )
         found = _merge_table(file, table, _query(table, kind_sql, processes))
     for tag, (starts, ends) in found.items():
         process, device = tag >> (_KIND_BITS + _DEVICE_BITS), (tag >> _KIND_BITS) & _NO_DEVICE
@@ -96,7 +106,9 @@ def _query(table: str, kind_sql: str, processes: list[int]) -> str:
     CUPTI writes start = end = 0 for a graph without timestamps, and the largest int as the device of a graph that
     started on the host: neither is work of a GPU. What no Python integer array takes (NULL) never gets here.
     """
-    cases = " ".join(f"WHEN {process} THEN {index << (_KIND_BITS + _DEVICE_BITS)}" for index, process in enumerate(processes))
+    cases = " ".join(
+        f"WHEN {process} THEN {index << (_KIND_BITS + _DEVICE_BITS)}" for index, process in enumerate(processes)
+    )
     unknown = _UNKNOWN_PROCESS << (_KIND_BITS + _DEVICE_BITS)
     process_sql = f"(CASE globalPid {cases} ELSE {unknown} END)" if processes else str(unknown)
     device_sql = f"((coalesce(deviceId, {_NO_DEVICE}) & {_NO_DEVICE}) << {_KIND_BITS})"

@@ -12,6 +12,7 @@ from html import escape
 
 from rollpacker.profiling.bubble_report.conclusions import conclusions
 from rollpacker.profiling.bubble_report.intervals import Intervals
+from rollpacker.profiling.bubble_report.model import GpuId
 from rollpacker.profiling.bubble_report.names import duration, full_names, percent, step_name
 from rollpacker.profiling.bubble_report.report import Report, Times
 from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED, GpuTimeline, Label
@@ -50,7 +51,8 @@ class _Axis:
         """About eight round marks: (x, label)."""
         seconds = self.total / 1e9
         step = next(
-            (base * 10.0**power for power in range(-9, 9) for base in (1, 2, 5) if base * 10.0**power >= seconds / 8), 1e9
+            (base * 10.0**power for power in range(-9, 9) for base in (1, 2, 5) if base * 10.0**power >= seconds / 8),
+            1e9,
         )
         unit, size = ("s", 1.0) if step >= 0.1 else ("ms", 1e-3) if step >= 1e-4 else ("us", 1e-6)
         count = int(seconds / step) + 1
@@ -70,7 +72,8 @@ def svg_picture(report: Report) -> str:
         bars, top = _bars(report, axis, top + 34)
         body += bars
     text = [
-        f'<text x="14" y="{20 + _LINE * i}" font-size="13"{style}>{escape(line)}</text>' for i, (line, style) in enumerate(lines)
+        f'<text x="14" y="{20 + _LINE * i}" font-size="13"{style}>{escape(line)}</text>'
+        for i, (line, style) in enumerate(lines)
     ]
     return "\n".join(
         [
@@ -100,14 +103,18 @@ def _title_lines(report: Report) -> list[tuple[str, str]]:
     return lines
 
 
-def _timeline(report: Report, axis: _Axis, names: dict, top: int) -> tuple[list[str], int]:  # type: ignore[type-arg]
+def _timeline(report: Report, axis: _Axis, names: dict[GpuId, str], top: int) -> tuple[list[str], int]:
     """Legend, bands of steps and stages, lanes, axis; and where they end."""
     out, x = [], float(axis.left)
     for kind, colour in COLOURS.items():
-        out.append(f'<rect x="{x:.0f}" y="{top}" width="12" height="12" fill="{colour}" stroke="#888" stroke-width=".4"/>')
+        out.append(
+            f'<rect x="{x:.0f}" y="{top}" width="12" height="12" fill="{colour}" stroke="#888" stroke-width=".4"/>'
+        )
         out.append(f'<text x="{x + 17:.0f}" y="{top + 10}" font-size="12">{NAMES[kind]}</text>')
         x += 34 + 7 * len(NAMES[kind])
-    out.append(f'<rect x="{x:.0f}" y="{top}" width="12" height="12" fill="url(#missing)" stroke="#888" stroke-width=".4"/>')
+    out.append(
+        f'<rect x="{x:.0f}" y="{top}" width="12" height="12" fill="url(#missing)" stroke="#888" stroke-width=".4"/>'
+    )
     out.append(f'<text x="{x + 17:.0f}" y="{top + 10}" font-size="12">not captured</text>')
     top += 24
     bands, top = _bands(report, axis, top)
@@ -144,7 +151,9 @@ def _bands(report: Report, axis: _Axis, top: int) -> tuple[list[str], int]:
         if all(label is None for _, _, label in runs):
             continue
         tints: dict[str, str] = {}
-        out.append(f'<text x="{axis.left - 6}" y="{top + 12}" font-size="11" text-anchor="end" fill="#444">{row}</text>')
+        out.append(
+            f'<text x="{axis.left - 6}" y="{top + 12}" font-size="11" text-anchor="end" fill="#444">{row}</text>'
+        )
         for index, (start, end, label) in enumerate(run for run in runs if run[2] is not None):
             x, width = axis.x(start), axis.x(end) - axis.x(start)
             if width < 0.3:
@@ -158,7 +167,9 @@ def _bands(report: Report, axis: _Axis, top: int) -> tuple[list[str], int]:
             shown = name if width >= 6.5 * len(name) + 4 else ""
             if shown:
                 middle = x + width / 2
-                out.append(f'<text x="{middle:.1f}" y="{top + 12}" font-size="11" text-anchor="middle">{escape(shown)}</text>')
+                out.append(
+                    f'<text x="{middle:.1f}" y="{top + 12}" font-size="11" text-anchor="middle">{escape(shown)}</text>'
+                )
         top += 19
     return out, top + 3
 
@@ -227,13 +238,12 @@ def _bars(report: Report, axis: _Axis, top: int) -> tuple[list[str], int]:
             label = percent(value / times.window)
             if width > 6.5 * len(label):
                 ink = "#000" if kind in ("idle", "comm") else "#fff"
-                out.append(
-                    f'<text x="{x + width / 2:.1f}" y="{top + 13}" font-size="11" text-anchor="middle" fill="{ink}">{label}</text>'
-                )
+                place = f'x="{x + width / 2:.1f}" y="{top + 13}" text-anchor="middle"'
+                out.append(f'<text {place} font-size="11" fill="{ink}">{label}</text>')
             x += width
-        total = f"{duration(times.window)}, {percent(times.bubble_ratio)} idle"
-        end_anchor = x + 6 + 6 * len(total) > _WIDTH
-        where = f'x="{_WIDTH - 6}" text-anchor="end"' if end_anchor else f'x="{x + 6:.1f}"'
-        out.append(f'<text {where} y="{top + 13}" font-size="11">{percent(times.bubble_ratio) + " idle" if end_anchor else total}</text>')
+        total = f"{percent(times.bubble_ratio)} idle"
+        if x + 6 + 6 * len(total) + 60 < _WIDTH:
+            total = f"{duration(times.window)}, {total}"
+        out.append(f'<text x="{x + 6:.1f}" y="{top + 13}" font-size="11">{total}</text>')
         top += 22
     return out, top

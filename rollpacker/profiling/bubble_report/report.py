@@ -7,10 +7,11 @@ Invariants: compute + comm + copy + idle = window in whole nanoseconds, for ever
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from rollpacker.profiling.bubble_report.causes import judge
 from rollpacker.profiling.bubble_report.clocks import Alignment
@@ -18,6 +19,7 @@ from rollpacker.profiling.bubble_report.intervals import Intervals
 from rollpacker.profiling.bubble_report.model import MILLISECOND, Cause, GpuId, Source
 from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED, GpuTimeline, Label, Piece
 
+K = TypeVar("K", bound=Hashable)
 LONG_GAP_NS = MILLISECOND
 _SHORTEST_GAP_NS = 100_000
 _NUM_GAPS = 16
@@ -171,7 +173,7 @@ class _Measured:
         """The times of one uninterrupted stay in a stage."""
         start, end = run.start, run.end
         kinds = [part.measure(start, end) for part in (self.compute, self.comm, self.copy)]
-        times = Times(end - start, *kinds, idle=end - start - sum(kinds))
+        times = Times(end - start, kinds[0], kinds[1], kinds[2], end - start - sum(kinds))
         if run.stage == UNATTRIBUTED:
             times.between = times.idle
             return times
@@ -222,8 +224,8 @@ def _sum(all_times: Iterable[Times]) -> Times:
     return total
 
 
-def _group(rows: Sequence[Row], key) -> dict:  # type: ignore[no-untyped-def, type-arg]
-    groups: dict = defaultdict(Times)  # type: ignore[type-arg]
+def _group(rows: Sequence[Row], key: Callable[[Row], K]) -> dict[K, Times]:
+    groups: dict[K, Times] = defaultdict(Times)
     for row in rows:
         groups[key(row)].add(row.times)
     return dict(groups)
@@ -324,12 +326,18 @@ def _collect_notes(report: Report) -> None:
         report.distrust += [f"{name}: {reason}" for reason in source.distrust]
         report.notes += [f"{name}: {note}" for note in dict.fromkeys(source.notes)]
         if source.launch_coverage is not None and source.launch_coverage < 1:
-            report.notes.append(f"{name}: {source.launch_coverage:.1%} of the GPU operations have their launch in the file")
+            report.notes.append(
+                f"{name}: {source.launch_coverage:.1%} of the GPU operations have their launch in the file"
+            )
     if report.alignment.distrust:
         report.distrust.append(report.alignment.distrust)
     if report.alignment.note:
         report.notes.append(report.alignment.note)
     for gpu in report.not_captured:
-        report.notes.append(f"{gpu.host or 'unknown host'} GPU {gpu.name}: not captured (no GPU work in any file); not counted as idle")
+        report.notes.append(
+            f"{gpu.host or 'unknown host'} GPU {gpu.name}: not captured (no GPU work in any file); not counted as idle"
+        )
     if not report.gpus:
-        report.distrust.append("no GPU work in any of the files: nothing was captured, which is not the same as 100 % idle")
+        report.distrust.append(
+            "no GPU work in any of the files: nothing was captured, which is not the same as 100 % idle"
+        )

@@ -59,13 +59,17 @@ def json_report(report: Report) -> dict[str, Any]:
             for gpu, times in report.gpus
         ],
         "stages": [
-            {"stage": row.stage, "step": row.step, **gpu_fields(row.gpu), **_times_json(row.times)} for row in report.rows
+            {"stage": row.stage, "step": row.step, **gpu_fields(row.gpu), **_times_json(row.times)}
+            for row in report.rows
         ],
         "steps": [
-            {"step": step, **gpu_fields(gpu), **_times_json(times)} for (step, gpu), times in steps.items() if step is not None
+            {"step": step, **gpu_fields(gpu), **_times_json(times)}
+            for (step, gpu), times in steps.items()
+            if step is not None
         ],
         "waits": [
-            {"stage": w.stage, "step": w.step, **gpu_fields(w.last), "waited_gpu_s": seconds(w.waited)} for w in report.waits
+            {"stage": w.stage, "step": w.step, **gpu_fields(w.last), "waited_gpu_s": seconds(w.waited)}
+            for w in report.waits
         ],
         "gaps": [
             {
@@ -143,8 +147,8 @@ TIMES_HEADER = ("bubble", "window", "compute", "comm only", "copy only", "idle",
 
 def times_cells(times: Times) -> list[str]:
     """The cells below TIMES_HEADER."""
-    shown = (times.window, times.compute, times.comm, times.copy, times.idle)
-    shown += (times.leading, times.inside, times.tail, times.between)
+    shown = [times.window, times.compute, times.comm, times.copy, times.idle]
+    shown += [times.leading, times.inside, times.tail, times.between]
     return [percent(times.bubble_ratio), *(duration(value) if value else "0" for value in shown)]
 
 
@@ -212,9 +216,7 @@ def _full_table(report: Report) -> str:
 
 def _wait_table(report: Report) -> str:
     names = full_names([gpu for gpu, _ in report.gpus])
-    rows = [
-        [step_name(w.step), w.stage, names[w.last], duration(w.waited)] for w in report.waits[:10] if w.waited > 0
-    ]
+    rows = [[step_name(w.step), w.stage, names[w.last], duration(w.waited)] for w in report.waits[:10] if w.waited > 0]
     return grid(["step", "stage", "last GPU", "others waited (GPU time)"], rows, "Who was last") if rows else ""
 
 

@@ -12,6 +12,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from rollpacker.profiling.bubble_report.intervals import Intervals
 from rollpacker.profiling.bubble_report.model import MILLISECOND, SECOND, GpuId, Range, Source, Work
@@ -108,7 +109,9 @@ def _marks(sources: Sequence[Source], namer: StageNamer) -> tuple[list[_Marks], 
     for index, source in enumerate(sources):
         with_gpu = {process for process, _ in source.work}
         for process, ranges in _by_process(source.ranges).items():
-            moved = _drained(source, process, ranges, namer) if process in with_gpu else [(r.start, r.end) for r in ranges]
+            moved = (
+                _drained(source, process, ranges, namer) if process in with_gpu else [(r.start, r.end) for r in ranges]
+            )
             for named, (start, end) in zip(ranges, moved, strict=True):
                 meaning = namer.meaning(named.name)
                 at = (start + source.clock_ns, end + source.clock_ns)
@@ -148,7 +151,9 @@ def _bridge_framework(marks: _Marks) -> None:
         for start, end, label in own:
             by_label[label].append((start, end))
         marks.own[owner] = [
-            (start, end, label) for label, pairs in by_label.items() for start, end in Intervals.of(pairs).bridge(_BRIDGE_NS)
+            (start, end, label)
+            for label, pairs in by_label.items()
+            for start, end in Intervals.of(pairs).bridge(_BRIDGE_NS)
         ]
     marks.all = {label: list(Intervals.of(pairs).bridge(_BRIDGE_NS)) for label, pairs in marks.all.items()}
 
@@ -219,7 +224,9 @@ def _assign(timeline: GpuTimeline, levels: Sequence[_Marks]) -> list[tuple[int, 
             candidates += [(2 * level + 1, start, end, label) for start, end in Intervals.of(pairs)]
     parts: list[tuple[int, int, Label | None]] = []
     for low, high in timeline.window:
-        inside = [(rank, max(s, low), min(e, high), s, label) for rank, s, e, label in candidates if s < high and e > low]
+        inside = [
+            (rank, max(s, low), min(e, high), s, label) for rank, s, e, label in candidates if s < high and e > low
+        ]
         parts += _sweep(low, high, inside)
     return parts
 
@@ -233,24 +240,22 @@ def _sweep(
     parts: list[tuple[int, int, Label | None]] = []
     active: list[tuple[int, int, str, int, Label]] = []
     following = 0
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         while following < len(ordered) and ordered[following][1] <= start:
             rank, _, until, true_start, label = ordered[following]
             heapq.heappush(active, (rank, -true_start, str(label), until, label))
             following += 1
         while active and active[0][3] <= start:
             heapq.heappop(active)
-        label = active[0][4] if active else None
-        if parts and parts[-1][1] == start and parts[-1][2] == label:
-            parts[-1] = (parts[-1][0], end, label)
+        winner: Label | None = active[0][4] if active else None
+        if parts and parts[-1][1] == start and parts[-1][2] == winner:
+            parts[-1] = (parts[-1][0], end, winner)
         else:
-            parts.append((start, end, label))
+            parts.append((start, end, winner))
     return parts
 
 
-def _cut(
-    stages: list[tuple[int, int, Label | None]], steps: list[tuple[int, int, Label | None]]
-) -> list[Piece]:
+def _cut(stages: list[tuple[int, int, Label | None]], steps: list[tuple[int, int, Label | None]]) -> list[Piece]:
     """Both cover the same windows: their common refinement."""
     pieces: list[Piece] = []
     i = j = 0
