@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if comparison:
                 print("\n" + comparison, end="")
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        sys.stdout = None
+    except BrokenPipeError:  # the reader (head, less) has seen enough; nothing may be flushed into the pipe at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     is_trusted = report.is_trusted and (before is None or before.is_trusted)
     if not is_trusted:
         print(f"profile_bubbles: untrusted trace: {(report.distrust or before.distrust)[0]}", file=sys.stderr)

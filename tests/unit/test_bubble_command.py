@@ -368,7 +368,7 @@ def test_a_large_table_is_read_by_several_processes_with_the_same_result(
     documents = []
     for rows_per_worker, is_pure in ((10**9, False), (5_000, False), (10**9, True), (5_000, True)):
         monkeypatch.setattr(nsys_work, "_ROWS_PER_WORKER", rows_per_worker)
-        monkeypatch.setattr(nsys_work.os, "sched_getaffinity", lambda _: {0, 1, 2})
+        monkeypatch.setattr(nsys_work, "_num_cpus", lambda: 3)
         if is_pure:
             for module in (nsys_work, intervals):
                 monkeypatch.setattr(module, "numpy_or_none", lambda: None)

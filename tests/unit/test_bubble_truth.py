@@ -226,6 +226,19 @@ def test_launches_into_a_stream_capture_are_not_missed(tmp_path: Path) -> None:
     assert make_report(export.write()).is_trusted
 
 
+def test_a_graph_row_without_timestamps_is_a_lost_graph(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.kernel(10, 0.0, 0.1)
+    correlation = export.call(10, 0.2, 0.21, "cudaGraphLaunch_v10000")
+    row = {"start": 0, "end": 0, "deviceId": 0, "globalPid": (1 << 48) | 10 << 24, "correlationId": correlation}
+    export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", **row)
+    export.call(10, 0.22, 0.23, "cudaLaunchHostFunc_v10000")  # runs on the host: no kernel is missing
+    export.kernel(10, 0.3, 0.4)
+    (reason,) = make_report(export.write()).distrust
+    assert "graph launches left no GPU rows" in reason
+
+
 def test_low_coverage_of_launches_is_not_trusted_and_printed(tmp_path: Path) -> None:
     export = Export(tmp_path / "a.sqlite")
     export.process(10, {0: 0})

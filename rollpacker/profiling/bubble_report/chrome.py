@@ -107,7 +107,8 @@ def _kineto_source(
         elif category == "user_annotation" and namer.meaning(name) is not None and end > start:
             source.ranges.append(Range(name, 0, start, end))
         elif category == "Trace":
-            source.captured = (start, end) if end > start else source.captured
+            low, high = source.captured or (start, end)
+            source.captured = min(low, start), max(high, end)
     source.work = {key: Work(*(Intervals.of(kind) for kind in kinds)) for key, kinds in pieces.items()}
     source.collective_ends = lambda: [sorted(end for _, end in kinds[1]) for kinds in pieces.values()]
     calls.sort(key=lambda call: call[0])

@@ -121,8 +121,8 @@ class NsysFile:
         if known is not None:
             gpu_index, uuid = known
             gpu = next((g for g in self._gpus if g.index == gpu_index), None)
-            if uuid and (gpu is None or uuid != gpu.uuid):
-                return GpuId(host, uuid, f"{gpu_index} {uuid[:12]}" if gpu and gpu.is_mig else str(gpu_index)), None
+            if uuid and (gpu is None or gpu.is_mig or uuid.startswith("mig")):
+                return GpuId(host, uuid, str(gpu_index)), None
         elif len(self._gpus) == 1:
             gpu = self._gpus[0]
         elif num_processes_on_device == 1:

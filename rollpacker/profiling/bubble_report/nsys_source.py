@@ -36,6 +36,8 @@ def read_nsys(path: Path, namer: StageNamer, host: str | None) -> Source:
     distrust, notes, source.launch_coverage = launch_checks(file)
     source.distrust += distrust
     source.notes += notes if work else []
+    if not work:
+        source.notes.append("no GPU work in it: a controller, or workers whose work was not captured")
     seen = {gpu for _, gpu in work}
     source.not_captured = [gpu for gpu in file.gpus_of_host(host) if gpu not in seen]
     if source.launch_coverage is not None:

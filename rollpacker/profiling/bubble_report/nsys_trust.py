@@ -17,6 +17,7 @@ from rollpacker.profiling.bubble_report.nsys_file import (
 
 _SAMPLE = 5_000
 _LAUNCH = ("culaunch%", "cudalaunch%")
+_NOT_A_KERNEL = ("%launchhostfunc%",)
 _GRAPH_LAUNCH = ("cudagraphlaunch%", "cugraphlaunch%")
 _CAPTURE_BEGIN = ("cudastreambegincapture%", "custreambegincapture%")
 _CAPTURE_END = ("cudastreamendcapture%", "custreamendcapture%")
@@ -104,7 +105,7 @@ def _lost_kernels(file: NsysFile) -> list[str]:
 
 def _launches(file: NsysFile, names: Sequence[str]) -> set[tuple[int, int]]:
     """(globalPid, correlationId) of a sample of the launches that succeeded, those into a stream capture left out."""
-    ids = file.string_ids(names)
+    ids = sorted(set(file.string_ids(names)) - set(file.string_ids(_NOT_A_KERNEL)))
     if not ids:
         return set()
     where = f"nameId IN ({','.join(map(str, ids))})"
@@ -150,7 +151,8 @@ def _with_operation(file: NsysFile, launched: set[tuple[int, int]], tables: Sequ
     found: set[tuple[int, int]] = set()
     for table in tables:
         if file.has(table):
-            sql = f"SELECT globalPid, correlationId FROM {table} WHERE correlationId IN ({wanted})"
+            # A graph without timestamps (start = end = 0) has a row, but is as good as lost.
+            sql = f"SELECT globalPid, correlationId FROM {table} WHERE end > start AND correlationId IN ({wanted})"
             found.update((row[0], row[1]) for row in file.rows(sql))
     return found
 

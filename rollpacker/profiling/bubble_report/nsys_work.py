@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sqlite3
+import sys
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -121,7 +122,7 @@ def _merge_table(file: NsysFile, table: str, sql: str) -> Segments:
     low, high = file.one(f"SELECT (SELECT min(rowid) FROM {table}), (SELECT max(rowid) FROM {table})")
     if low is None:
         return {}
-    num_workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS, (high - low) // _ROWS_PER_WORKER)
+    num_workers = min(_num_cpus(), _MAX_WORKERS, (high - low) // _ROWS_PER_WORKER)
     if num_workers < 2:
         return _merge_rows_of(file.path, file.database, sql)
     bounds = [low + (high + 1 - low) * index // num_workers for index in range(num_workers + 1)]
@@ -135,6 +136,11 @@ def _merge_table(file: NsysFile, table: str, sql: str) -> Segments:
             kept[0].extend(starts)
             kept[1].extend(ends)
     return found
+
+
+def _num_cpus() -> int:
+    """The cores that this process may use; 1 where forking is not safe (elsewhere than on Linux)."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
 
 
 def _merge_stretch(path: Path, sql: str, low: int, high: int) -> Segments:

@@ -23,7 +23,7 @@ Label = int | str
 # Decoding is thousands of ranges with a little scheduling between them: one stage, not thousands.
 _BRIDGE_NS = 50 * MILLISECOND
 _SESSION_GAP_NS = 60 * SECOND
-_MAX_DRAINED = 2_000
+_MAX_DRAINED = 400
 
 
 @dataclass(frozen=True)
