@@ -147,6 +147,9 @@ def _section_fields(section: str) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(typing.get_type_hints(Config)[section])
 
 
+_LIST_ITEMS = {str: "strings", int: "whole numbers"}
+
+
 def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None) -> Any:
     """Turn a YAML value into the declared type, or say what was expected."""
     if isinstance(hint, types.UnionType):
@@ -154,9 +157,10 @@ def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None)
             return None
         hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
     if typing.get_origin(hint) is list:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list) or not all(isinstance(i, str) for i in items):
-            raise ConfigError(f"{dotted}={value!r}: expected a list of strings.")
+        (item,) = typing.get_args(hint)
+        items = value if isinstance(value, list) else [value]
+        if not all(type(i) is item for i in items):
+            raise ConfigError(f"{dotted}={value!r}: expected a list of {_LIST_ITEMS[item]}.")
         return items
     if value is False and choices is not None and "off" in choices:
         value = "off"  # YAML 1.1 reads a bare `off` as a boolean

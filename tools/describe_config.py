@@ -27,7 +27,14 @@ With `--dry-run` the command checks everything, prints the resolved config and s
 in its run directory.
 """
 
-_TYPES = {bool: "true, false", int: "whole number", float: "number", str: "text", list[str]: "list of text"}
+_TYPES = {
+    bool: "true, false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    list[str]: "list of text",
+    list[int]: "list of whole numbers",
+}
 
 # The values a key really takes where its type and bound say too much, and one that is refused.
 NARROWER: dict[str, tuple[str, Any]] = {
@@ -37,6 +44,8 @@ NARROWER: dict[str, tuple[str, Any]] = {
     "rollout.temperature": ("number above 0", 0.0),
     "rollout.top_p": ("number above 0, at most 1", 0.0),
     "training.sequence_parallel": ("`false`", True),
+    "profiler.steps": ("list of whole numbers, at least 1", [0]),
+    "profiler.ranks": ("list of whole numbers, at least 0", [-1]),
     "trainer.logger": ("list of `console`, `tensorboard`", ["paper"]),
 }
 ACROSS_KEYS: tuple[tuple[str, str, Any], ...] = (
@@ -51,6 +60,7 @@ ACROSS_KEYS: tuple[tuple[str, str, Any], ...] = (
         5,
     ),
     ("`algorithm.ppo_mini_batch_size` is at most `data.train_batch_size`.", "algorithm.ppo_mini_batch_size", 129),
+    ("`profiler.tool` nsys or torch goes with `profiler.steps`.", "profiler.steps", [1]),
     ("`training.min_lr` is at most `training.lr`.", "training.min_lr", 1.0),
 )
 

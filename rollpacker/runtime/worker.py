@@ -22,6 +22,7 @@ from rollpacker.policy.dynamic_sampling import DynamicSampling
 from rollpacker.policy.filters import ZeroVarianceFilter
 from rollpacker.policy.plain import KeepEverything, PlainComposer, RequestFactory
 from rollpacker.policy.routing import RequestRouter
+from rollpacker.profiling.capture import build_capture
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.profiling.trace import TraceWriter
 from rollpacker.reward.scheduler import RewardScheduler
@@ -89,6 +90,10 @@ def _check_device_features(config: Config, platform: Platform) -> None:
     if config.profiler.nvtx and platform.name != "cuda":
         raise ConfigError(
             f"profiler.nvtx=true marks CUDA ranges, but the ranks run on {platform.name}; set it to false."
+        )
+    if config.profiler.tool == "nsys" and platform.name != "cuda":
+        raise ConfigError(
+            f"profiler.tool=nsys records CUDA work, but the ranks run on {platform.name}; use profiler.tool=torch."
         )
 
 
@@ -283,6 +288,9 @@ class Worker:
 
     def _build_backend(self) -> ClusterBackend:
         config, world = self.config, self.world
+        profiler = config.profiler
+        folder = self.run_dir / "torch_profile"
+        capture = build_capture(profiler.tool, profiler.steps, profiler.ranks, world.rank, folder)
         parts = Parts(
             rollout=self._build_rollout(),
             engine=self.engine,
@@ -290,7 +298,7 @@ class Worker:
             weights=self.weights,
             placement=self.checked.placement,
             ranks=self.ranks,
-            timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx),
+            timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx, capture=capture),
             reporter=StepReporter(
                 world,
                 self._sinks,
