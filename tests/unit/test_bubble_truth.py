@@ -306,6 +306,7 @@ def test_pids_of_two_nodes_collide_without_harm(tmp_path: Path) -> None:
 
 
 def skewed_nodes(tmp_path: Path, skew_s: float) -> list[Path]:
+    tmp_path.mkdir(exist_ok=True)
     paths = []
     for node in range(2):
         export = Export(tmp_path / f"n{node}.sqlite", host=f"node{node}", gpus=(f"u{node}",), system_ns=node * 77 + 1)
@@ -331,6 +332,8 @@ def test_clocks_of_two_nodes_are_aligned_by_collectives(tmp_path: Path) -> None:
     assert "residual error" in aligned.alignment.note
     starts = [t.work.compute.starts[0] for t in aligned.timelines]
     assert abs(starts[0] - starts[1]) <= 2_000
+    again = make_report(*skewed_nodes(tmp_path / "synchronous", 0.0), by_nccl=True)
+    assert again.alignment.error_ns <= 4_000 and "taken as they are" in again.alignment.note
     shifted = make_report(*paths, offsets=("n1.sqlite=-0.0375",))
     assert shifted.alignment.error_ns <= 4_000
 

@@ -88,7 +88,9 @@ def _kineto_source(
         match = _TENSORBOARD_NAME.match(path.name)
         host = match["host"] if match else ""
     pieces: dict[tuple[int, GpuId], list[list[tuple[int, int]]]] = {}
-    source = Source(str(path), "torch.profiler", host, {}, [], clock_ns=int(base_ns or 0), clock_group=f"{host}:utc")
+    source = Source(
+        str(path), "torch.profiler", host, {}, [], clock_ns=int(base_ns or 0), clock_group=f"{host or path}:utc"
+    )
     calls: list[tuple[int, int, int, str, Any]] = []
     launch_ids: set[Any] = set()
     work_ids: dict[int, Any] = {}

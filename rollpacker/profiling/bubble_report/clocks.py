@@ -36,6 +36,11 @@ class _Skew:
     error_ns: int
     num_matched: int
 
+    @property
+    def is_useful(self) -> bool:
+        """Whether the correction is larger than its own error: else the collectives do not end together."""
+        return self.error_ns <= abs(self.offset_ns)
+
 
 def align_clocks(sources: Sequence[Source], offsets: Sequence[str], *, by_nccl: bool) -> Alignment:
     """Set `clock_ns` of every source. `offsets` are FILE=SECONDS. Raises BadTrace for one that does not fit."""
@@ -80,7 +85,7 @@ def _join_monotonic(sources: Sequence[Source]) -> None:
 
 
 def _one_clock(sources: Sequence[Source]) -> Alignment:
-    if len(sources) == 1 or sources[0].clock_group.endswith(":monotonic"):
+    if len(sources) == 1 or not any(s.kind.startswith("nsys") and s.monotonic_ns is None for s in sources):
         return Alignment(0, None)
     return Alignment(
         None,
@@ -92,44 +97,42 @@ def _one_clock(sources: Sequence[Source]) -> Alignment:
 def _several_clocks(groups: list[list[Source]], *, by_nccl: bool) -> Alignment:
     ends = [max((e for s in group for e in _wall_ends(s)), key=len, default=[]) for group in groups]
     reference = max(range(len(groups)), key=lambda index: len(ends[index]))
-    skews: list[_Skew] = []
-    unmatched = 0
-    for index, group in enumerate(groups):
-        if index == reference:
-            continue
-        skew = _skew(ends[reference], ends[index])
-        if skew is None:
-            unmatched += 1
-            continue
-        skews.append(skew)
+    skews = {i: _skew(ends[reference], ends[i]) for i in range(len(groups)) if i != reference}
+    found = [skew for skew in skews.values() if skew is not None]
+    if len(found) < len(skews):
         if by_nccl:
-            for source in group:
-                source.clock_ns += skew.offset_ns
-    if by_nccl:
-        if unmatched:
-            return Alignment(
-                None, None, f"--align nccl found no matching collectives for {unmatched} of {len(groups)} clocks"
-            )
-        error = max(skew.error_ns for skew in skews)
-        largest = max((skew.offset_ns for skew in skews), key=abs)
+            missing = len(skews) - len(found)
+            reason = f"--align nccl found no matching collectives for {missing} of {len(groups)} clocks"
+            return Alignment(None, None, reason)
         return Alignment(
-            error,
-            f"{len(groups)} clocks aligned by {min(s.num_matched for s in skews)} collectives: largest correction "
-            f"{largest / MILLISECOND:.3f} ms, residual error {error / MILLISECOND:.3f} ms; "
-            "no order of events below that is meant",
+            None,
+            f"{len(groups)} clocks taken as they are, error unknown (their synchronisation, typically 0.1 to 10 ms); "
+            "no order of events below it is meant",
         )
-    if skews and not unmatched:
-        worst = max(abs(skew.offset_ns) + skew.error_ns for skew in skews)
-        advice = "; --align nccl removes it" if worst > MILLISECOND else ""
-        return Alignment(
-            worst,
-            f"{len(groups)} clocks taken as they are: their collectives end {worst / MILLISECOND:.3f} ms apart{advice}",
+    if not by_nccl or not any(skew.is_useful for skew in found):
+        worst = max(abs(skew.offset_ns) + skew.error_ns for skew in found)
+        advice = (
+            "; --align nccl corrects it"
+            if any(s.is_useful and abs(s.offset_ns) > MILLISECOND // 10 for s in found)
+            else ""
         )
+        apart = f"{len(groups)} clocks taken as they are: their collectives end up to {_ms(worst)} apart{advice}"
+        return Alignment(worst, apart)
+    for index, skew in skews.items():
+        for source in groups[index]:
+            source.clock_ns += skew.offset_ns if skew is not None and skew.is_useful else 0
+    error = max(skew.error_ns if skew.is_useful else skew.error_ns + abs(skew.offset_ns) for skew in found)
+    largest = max((skew.offset_ns for skew in found if skew.is_useful), key=abs)
+    matched = min(skew.num_matched for skew in found)
     return Alignment(
-        None,
-        f"{len(groups)} clocks taken as they are, error unknown (their synchronisation, typically 0.1 to 10 ms); "
-        "no order of events below it is meant",
+        error,
+        f"{len(groups)} clocks aligned by {matched} collectives: largest correction {_ms(largest)}, residual error "
+        f"{_ms(error)}; no order of events below that is meant",
     )
+
+
+def _ms(nanoseconds: int) -> str:
+    return f"{nanoseconds / MILLISECOND:.3f} ms"
 
 
 def _wall_ends(source: Source) -> list[list[int]]:

@@ -72,7 +72,7 @@ def _where(report: Report) -> str:
 
 _WORDS = {
     "leading": "before a GPU's first operation",
-    "inside": "between operations",
+    "inside": "between operations or without any",
     "tail": "after a GPU's last operation",
     "between": "between stages",
 }

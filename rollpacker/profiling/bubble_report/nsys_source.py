@@ -80,7 +80,7 @@ def _set_clock(source: Source, file: NsysFile) -> None:
         source.has_wall_clock = False
         return
     source.clock_ns, system_ns = clock
-    source.clock_group = f"{source.host}:{'monotonic' if system_ns is not None else 'utc'}"
+    source.clock_group = f"{source.host or source.path}:{'monotonic' if system_ns is not None else 'utc'}"
     source.monotonic_ns = system_ns
     duration = file.duration_ns()
     source.captured = (0, duration) if duration else None

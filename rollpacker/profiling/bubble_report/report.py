@@ -29,8 +29,8 @@ _NUM_GAPS = 16
 class Times:
     """Nanoseconds of a window: four kinds that add up to it, then the idle part by where it lies.
 
-    leading: before the GPU's first operation in the stage (all of it when there is none); tail: after its last; inside:
-    between operations; between: outside all stages.
+    leading: before the GPU's first operation in the stage; tail: after its last; inside: between operations, or all of
+    a stage that gives the GPU nothing to do; between: outside all stages.
     """
 
     window: int = 0
@@ -178,7 +178,7 @@ class _Measured:
             times.between = times.idle
             return times
         parts = (self.compute, self.comm, self.copy)
-        first = min((t for part in parts if (t := part.first_in(start, end)) is not None), default=end)
+        first = min((t for part in parts if (t := part.first_in(start, end)) is not None), default=start)
         last = max((t for part in parts if (t := part.last_in(start, end)) is not None), default=end)
         times.leading, times.tail = first - start, end - last
         times.inside = times.idle - times.leading - times.tail
