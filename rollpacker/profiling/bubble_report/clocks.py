@@ -39,7 +39,7 @@ class _Skew:
     @property
     def is_useful(self) -> bool:
         """Whether the correction is larger than its own error: else the collectives do not end together."""
-        return self.error_ns <= abs(self.offset_ns)
+        return self.error_ns < abs(self.offset_ns)
 
 
 def align_clocks(sources: Sequence[Source], offsets: Sequence[str], *, by_nccl: bool) -> Alignment:
