@@ -20,6 +20,7 @@ from typing import Any
 from rollpacker.profiling.bubble_report.causes import judge
 from rollpacker.profiling.bubble_report.intervals import Intervals
 from rollpacker.profiling.bubble_report.model import BadTrace, Cause, GpuId, Range, Source, Work
+from rollpacker.profiling.bubble_report.nsys_trust import MIN_COVERAGE, low_coverage
 from rollpacker.profiling.bubble_report.stage_names import StageNamer
 
 MAX_JSON_BYTES = 4 << 30
@@ -122,6 +123,8 @@ def _kineto_source(
         source.launch_coverage = sum(i in launched for i in launch_ids) / max(len(launch_ids), 1)
         source.explain = _Calls(calls, work_ids).explain
         source.drain = _Drain(spans, calls).drained_at
+        if source.launch_coverage < MIN_COVERAGE:
+            source.distrust.append(low_coverage(source.launch_coverage))
     return source
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def read_nsys(path: Path, namer: StageNamer, host: str | None) -> Source:
     source = Source(str(path), f"nsys {file.version}", host, work, [])
     source.notes += identity_notes
     _set_clock(source, file)
-    source.ranges, num_open = _read_ranges(file, namer, _trace_end(file, source))
+    source.ranges, num_open = _read_ranges(file, namer, partial(_trace_end, file, source))
     if num_open:
         source.notes.append(f"{num_open} range(s) were still open when the capture stopped: they end there")
     has_stages = any(isinstance(namer.meaning(r.name), StageName) for r in source.ranges)
@@ -98,7 +99,7 @@ def _trace_end(file: NsysFile, source: Source) -> int:
     return max(ends, default=0)
 
 
-def _read_ranges(file: NsysFile, namer: StageNamer, trace_end: int) -> tuple[list[Range], int]:
+def _read_ranges(file: NsysFile, namer: StageNamer, trace_end: Callable[[], int]) -> tuple[list[Range], int]:
     """The ranges whose names mean a stage or a step, and how many of them never ended.
 
     A registered string is in StringIds and leaves `text` NULL; another one is in `text`.
@@ -108,20 +109,33 @@ def _read_ranges(file: NsysFile, namer: StageNamer, trace_end: int) -> tuple[lis
     text, join = "n.text", ""
     if file.has("NVTX_EVENTS", "textId") and file.has("StringIds", "id", "value"):
         text, join = "coalesce(n.text, s.value)", "LEFT JOIN StringIds s ON s.id = n.textId"
+    # torch.autograd.profiler.emit_nvtx marks every operator, millions of them, each with a number of its own behind it.
+    tail = ", ".join(f"nullif(instr({text}, ', {word} = '), 0)" for word in ("seq", "op_id"))
+    short = f"substr({text}, 1, coalesce({tail}, 999) - 1)"
+    operators = "" if namer.has_rules else f"AND {text} NOT GLOB 'aten::*'"
     sql = (
-        f"SELECT n.start, n.end, {text}, n.globalTid FROM NVTX_EVENTS n {join} "
-        f"WHERE n.eventType IN {_RANGE_TYPES} AND n.start IS NOT NULL"
+        f"SELECT n.start, n.end, {short}, n.globalTid FROM NVTX_EVENTS n {join} "
+        f"WHERE n.eventType IN {_RANGE_TYPES} AND n.start IS NOT NULL AND {text} IS NOT NULL {operators}"
     )
-    ranges, num_open = [], 0
-    for start, end, name, thread in file.rows(sql):
-        if name is None or namer.meaning(str(name)) is None:
+    ranges: list[Range] = []
+    open_ranges: list[tuple[str, int, int]] = []
+    names: dict[bytes, str | None] = {}  # what the namer knows nothing about is None
+    for start, end, raw, thread in file.rows_with_bytes(sql):
+        if raw not in names:
+            name = raw.decode("utf-8", "replace")
+            names[raw] = name if namer.meaning(name) is not None else None
+        named = names[raw]
+        if named is None:
             continue
+        process = (thread or 0) & PROCESS_MASK
         if end is None:
-            num_open += 1
-            end = trace_end
-        if end > start:
-            ranges.append(Range(str(name), (thread or 0) & PROCESS_MASK, start, end))
-    return ranges, num_open
+            open_ranges.append((named, process, start))
+        elif end > start:
+            ranges.append(Range(named, process, start, end))
+    if open_ranges:
+        end = trace_end()
+        ranges += [Range(name, process, start, end) for name, process, start in open_ranges if end > start]
+    return ranges, len(open_ranges)
 
 
 def _collective_ends(file: NsysFile) -> list[list[int]]:

@@ -63,11 +63,16 @@ def launch_checks(file: NsysFile) -> tuple[list[str], list[str], float | None]:
     distrust = [*_lost_graphs(file), *_lost_kernels(file)]
     coverage = _coverage(file)
     if coverage is not None and coverage < MIN_COVERAGE:
-        distrust.append(
-            f"only {coverage:.0%} of the GPU operations have their launch in the file (at least {MIN_COVERAGE:.0%} needed): "
-            "which stage launched the others is a guess"
-        )
+        distrust.append(low_coverage(coverage))
     return distrust, [], coverage
+
+
+def low_coverage(coverage: float) -> str:
+    """The reason not to trust stages when few operations have their launch in the file."""
+    return (
+        f"only {coverage:.0%} of the GPU operations have their launch in the file (at least {MIN_COVERAGE:.0%} needed): "
+        "which stage launched the others is a guess"
+    )
 
 
 def _lost_graphs(file: NsysFile) -> list[str]:

@@ -87,6 +87,11 @@ class StageNamer:
         self._rules = [_parse_rule(rule) for rule in rules]
         self._known: dict[str, StageName | StepName | None] = {}
 
+    @property
+    def has_rules(self) -> bool:
+        """Whether the user gave any: then any range may matter."""
+        return bool(self._rules)
+
     def meaning(self, name: str) -> StageName | StepName | None:
         """What a range of this name is; None for one that is neither a stage nor a step."""
         if name not in self._known:
