@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.profiling.bubble_report.causes import judge
-from rollpacker.profiling.bubble_report.model import MILLISECOND, Cause
+from rollpacker.profiling.bubble_report.model import Cause
 from rollpacker.profiling.bubble_report.nsys_file import (
     GRAPH_TRACE,
     KERNEL,
@@ -25,67 +26,99 @@ from rollpacker.profiling.bubble_report.nsys_file import (
 _OPERATIONS = (KERNEL, GRAPH_TRACE, MEMCPY, MEMSET)
 _PROBES = 2_048
 _WINDOW = 256
-_LOCAL_DISORDER_NS = 10 * MILLISECOND
+_PROBES_PER_RUN = 32
 _LOOK_BACK = 4_096
 _MAX_CALLS = 20_000
 
 
-class RowsByStart:
-    """Rows of a table in order of `start`, without reading it all: exports are written in that order.
+@dataclass(frozen=True)
+class _Run:
+    """Positions [low, high) whose rows are in order of start."""
 
-    A position is a row id where the table is in order (probed at up to 2,048 places), else an index into the sorted rows.
+    low: int
+    high: int
+
+
+class RowsByStart:
+    """Rows of a table by their start, without reading it all.
+
+    Exports are written in order of start, calls in a few such runs (per process and kind of call). The runs are found
+    by probing up to 2,048 rows; a table in another order is read whole and sorted. A position is a row id, or then an
+    index.
     """
 
     def __init__(self, file: NsysFile, table: str, columns: str) -> None:
         self._file = file
         self._select = f"SELECT {columns} FROM {table}"
         self._table = table
-        bounds = file.one(f"SELECT (SELECT min(rowid) FROM {table}), (SELECT max(rowid) FROM {table})")
-        self._low: int = 0 if bounds[0] is None else bounds[0]
-        self._high: int = 0 if bounds[0] is None else bounds[1] + 1
         self._sorted: list[tuple[Any, ...]] | None = None
-        if not self._is_in_order():
+        bounds = file.one(f"SELECT (SELECT min(rowid) FROM {table}), (SELECT max(rowid) FROM {table})")
+        runs = [] if bounds[0] is None else self._find_runs(bounds[0], bounds[1] + 1)
+        if runs is None:
             self._sorted = sorted(file.rows(f"{self._select} WHERE start IS NOT NULL"))
-            self._low, self._high = 0, len(self._sorted)
+            runs = [_Run(0, len(self._sorted))]
+        self.runs = runs
 
-    def position(self, time: int) -> int:
-        """The position of the first row that starts at or after `time`."""
+    def position(self, run: _Run, time: int) -> int:
+        """The position of the first row of a run that starts at or after `time`."""
         if self._sorted is not None:
             return int(bisect_left(self._sorted, (time,)))
-        low, high = self._low, self._high
+        low, high = run.low, run.high
         while low < high:
             middle = (low + high) // 2
-            row = self._row_at(middle)
-            if row is not None and row[0] < time:
+            start = self._start_at(middle)
+            if start is not None and start < time:
                 low = middle + 1
             else:
                 high = middle
         return low
 
-    def between(self, low: int, high: int) -> list[Any]:
-        """The rows at positions [low, high)."""
+    def slice(self, run: _Run, low: int, high: int) -> list[Any]:
+        """The rows of a run at positions [low, high)."""
+        low, high = max(low, run.low), min(high, run.high)
         if self._sorted is not None:
-            return self._sorted[max(low, 0) : max(high, 0)]
+            return self._sorted[low:high]
         return list(self._file.rows(f"{self._select} WHERE rowid >= ? AND rowid < ?", (low, high)))
 
-    @property
-    def end(self) -> int:
-        """The position after the last row."""
-        return self._high
+    def between(self, start: int, end: int, *, before: int, after: int, at_most: int = 1 << 62) -> list[Any]:
+        """In each run the rows that start in [start, end), and so many before and after them."""
+        rows: list[Any] = []
+        for run in self.runs:
+            low = self.position(run, start) - before
+            high = (self.position(run, end) if end > start else low + before) + after
+            rows += self.slice(run, low, min(high, low + at_most))
+        return rows
 
-    def _row_at(self, rowid: int) -> Any:
-        return self._file.one(f"SELECT start FROM {self._table} WHERE rowid >= ? ORDER BY rowid LIMIT 1", (rowid,))
+    def _start_at(self, rowid: int) -> int | None:
+        row = self._file.one(f"SELECT start FROM {self._table} WHERE rowid >= ? ORDER BY rowid LIMIT 1", (rowid,))
+        return None if row is None else row[0]
 
-    def _is_in_order(self) -> bool:
-        step = max((self._high - self._low) // _PROBES, 1)
-        allowed = _LOCAL_DISORDER_NS if step > 1 else 0  # a few calls of a large table are a few rows out of place
-        last: int | None = None
-        for rowid in range(self._low, self._high, step):
-            row = self._row_at(rowid)
-            if row is None or row[0] is None or (last is not None and row[0] < last - allowed):
-                return False
-            last = row[0]
-        return True
+    def _find_runs(self, low: int, high: int) -> list[_Run] | None:
+        """The runs of the table, or None when there are too many (or a start is missing)."""
+        step = max((high - low) // _PROBES, 1)
+        runs: list[_Run] = []
+        last, last_start, run_low = low, self._start_at(low), low
+        for rowid in range(low, high, step):
+            start = self._start_at(rowid)
+            if start is None or last_start is None or len(runs) >= _PROBES // _PROBES_PER_RUN:
+                return None
+            if start < last_start:
+                edge = self._edge(last, rowid, last_start)
+                runs.append(_Run(run_low, edge))
+                run_low = edge
+            last, last_start = rowid, start
+        return [*runs, _Run(run_low, high)]
+
+    def _edge(self, low: int, high: int, start_at_low: int) -> int:
+        """Between two probes: the first row of the run that `high` is in."""
+        while high - low > 1:
+            middle = (low + high) // 2
+            start = self._start_at(middle)
+            if start is not None and start < start_at_low:
+                high = middle
+            else:
+                low = middle
+        return high
 
 
 class Launches:
@@ -129,22 +162,19 @@ class Launches:
         return max([time, *(end for rows in self.operations for end in _ends_of(rows, process, time, last_id))])
 
     def _last_id_before(self, process: int, time: int) -> int | None:
-        """The correlationId of the process's last call before a time; a few rows may be out of order."""
-        position = self.calls.position(time)
+        """The correlationId of the process's last call before a time."""
         window = _WINDOW
-        while True:
-            rows = self.calls.between(position - window, position + 64)
+        while window <= 64 * _WINDOW:
+            rows = self.calls.between(time, time, before=window, after=0)
             found = [row[2] for row in rows if row[3] == process and row[0] < time and row[2] is not None]
             if found:
                 return int(max(found))
-            if window >= 64 * _WINDOW or position - window <= 0:
-                return None
-            window *= 4
+            window *= 8
+        return None
 
     def _explain(self, process: int, start: int, end: int) -> Cause:
-        low = self.calls.position(start) - _LOOK_BACK
-        high = min(self.calls.position(end) + 64, low + _LOOK_BACK + _MAX_CALLS)
-        rows = [row for row in self.calls.between(low, high) if row[3] == process and row[0] < end]
+        around = self.calls.between(start, end, before=_LOOK_BACK, after=64, at_most=_LOOK_BACK + _MAX_CALLS)
+        rows = [row for row in around if row[3] == process and row[0] < end]
         calls = [(row[0], row[1], self._name(row[4])) for row in rows if row[1] is not None and row[1] > start]
         ids = {op[2] for op in self._operations_at(process, end)}
         launch = next((row[0] for row in rows if row[2] in ids), None)
@@ -154,8 +184,8 @@ class Launches:
 
     def _operations_at(self, process: int, start: int) -> Iterator[Any]:
         for rows in self.operations:
-            position = rows.position(start)
-            yield from (r for r in rows.between(position, position + 64) if r[0] == start and r[3] == process)
+            near = rows.between(start, start, before=0, after=64)
+            yield from (r for r in near if r[0] == start and r[3] == process and r[2] is not None)
 
     def _name(self, name_id: int) -> str:
         if self._names is None:
@@ -166,16 +196,16 @@ class Launches:
 
 def _ends_of(rows: RowsByStart, process: int, time: int, last_id: int) -> Iterator[int]:
     """Ends of the operations with an id up to `last_id` that run at `time` or later, as far as the queue reaches."""
-    position = rows.position(time)
-    yield from (
-        row[1]
-        for row in rows.between(position - 4 * _WINDOW, position)
-        if row[3] == process and row[1] is not None and row[1] > time and row[2] is not None and row[2] <= last_id
-    )
-    while position < rows.end:
-        chunk = rows.between(position, position + _WINDOW)
-        ends = [r[1] for r in chunk if r[3] == process and r[1] is not None and r[2] is not None and r[2] <= last_id]
-        if not ends:
-            return
-        yield from ends
-        position += _WINDOW
+
+    def ends(chunk: list[Any]) -> list[int]:
+        return [r[1] for r in chunk if r[3] == process and r[1] is not None and r[2] is not None and r[2] <= last_id]
+
+    for run in rows.runs:
+        position = rows.position(run, time)
+        yield from (end for end in ends(rows.slice(run, position - 4 * _WINDOW, position)) if end > time)
+        while position < run.high:
+            found = ends(rows.slice(run, position, position + _WINDOW))
+            if not found:
+                break
+            yield from found
+            position += _WINDOW
