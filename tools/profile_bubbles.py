@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparison = compare_text(before, report) if before else None
         _write_files(options, report, before, comparison)
     except (BadTrace, ValueError) as error:
-        print(f"profile_bubbles: {error}", file=sys.stderr)
+        print(f"profile_bubbles: {_one_line(error)}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"profile_bubbles: {error.filename}: {error.strerror}", file=sys.stderr)
@@ -59,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not is_trusted:
         print(f"profile_bubbles: untrusted trace: {(report.distrust or before.distrust)[0]}", file=sys.stderr)
     return 0 if is_trusted else 4
+
+
+def _one_line(error: Exception) -> str:
+    """What a damaged file makes SQLite say may hold anything."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
 
 
 def _report(paths: Sequence[str], options: argparse.Namespace, *, is_other: bool = False) -> Report:
@@ -119,4 +124,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that cannot show a name shows the rest
     sys.exit(main())

@@ -147,6 +147,8 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     case("header.sqlite", whole[:100], "damaged or cut short")
     middle = len(whole) // 2
     case("corrupt.sqlite", whole[:4096] + os.urandom(middle) + whole[4096 + middle :], "damaged")
+    schema = b"CREATE TABLE StringIds ("
+    case("schema.sqlite", whole.replace(schema, b"CREATE \x01\nBLE StringIds ("), "damaged or cut short")
     case("empty.sqlite", b"", "an empty file")
     case("text.sqlite", b"hello, world\n" * 100, "no SQLite file")
     case("report.nsys-rep", b"NVIDIA Tegra Profiler Report \x00\x01", "nsys export -t sqlite")
@@ -168,7 +170,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     database.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start, end, name)")
     database.commit()
     database.close()
-    cases["old.sqlite"] = old, "lacks the column(s) correlationId, deviceId, globalPid"
+    cases["old.sqlite"] = old, "lacks the column(s) deviceId, globalPid"
     for name in ("sparse.sqlite", "sparse.json", "sparse.json.gz"):
         with (folder / name).open("wb") as file:
             file.truncate(10 << 30)

@@ -87,6 +87,8 @@ def _read(path: Path, namer: StageNamer, host: str | None) -> Source:
     except (OSError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or "not enough memory"
         raise BadTrace(f"{path}: cannot be read ({reason}).") from error
+    except (TypeError, OverflowError, AttributeError) as error:  # text where a number belongs, and the like
+        raise BadTrace(f"{path}: holds values that make no sense ({error}); the file is damaged.") from error
     raise BadTrace(f"{path}: neither an nsys export (.sqlite), a report (.nsys-rep) nor a trace (.json, .json.gz).")
 
 

@@ -158,7 +158,7 @@ class NsysFile:
                 "with: nsys export -t sqlite REPORT.nsys-rep"
             )
         for table in (KERNEL, GRAPH_TRACE, MEMCPY, MEMSET):
-            needed = {"start", "end", "deviceId", "globalPid", "correlationId"}
+            needed = {"start", "end", "deviceId", "globalPid"}
             if table in self._columns and not needed <= self._columns[table]:
                 missing = ", ".join(sorted(needed - self._columns[table]))
                 raise BadTrace(

@@ -142,7 +142,7 @@ class Launches:
     def operations(self) -> list[RowsByStart]:
         """(start, end, correlationId, globalPid) of the operations, table by table."""
         if self._operations is None:
-            tables = [table for table in _OPERATIONS if self._file.has(table)]
+            tables = [table for table in _OPERATIONS if self._file.has(table, "correlationId")]
             columns = "start, end, correlationId, globalPid"
             self._operations = [RowsByStart(self._file, table, columns) for table in tables]
         return self._operations

@@ -95,6 +95,8 @@ def _lost_kernels(file: NsysFile) -> list[str]:
         if launched:
             return ["dropped events: kernels were launched, but the file has no table of kernels"]
         return []
+    if not file.has(KERNEL, "correlationId"):
+        return []
     launched = _launches(file, _LAUNCH)
     sql = f"SELECT min(correlationId), max(correlationId) FROM {KERNEL} WHERE globalPid = ?"
     bounds = {process: file.one(sql, (process,)) for process in {process for process, _ in launched}}
@@ -155,7 +157,7 @@ def _with_operation(file: NsysFile, launched: set[tuple[int, int]], tables: Sequ
     wanted = ",".join(str(correlation) for _, correlation in launched)
     found: set[tuple[int, int]] = set()
     for table in tables:
-        if file.has(table):
+        if file.has(table, "correlationId"):
             # A graph without timestamps (start = end = 0) has a row, but is as good as lost.
             sql = f"SELECT globalPid, correlationId FROM {table} WHERE end > start AND correlationId IN ({wanted})"
             found.update((row[0], row[1]) for row in file.rows(sql))
@@ -166,7 +168,7 @@ def _coverage(file: NsysFile) -> float | None:
     """Share of kernels and copies whose call is in the file, by a sample."""
     operations: set[tuple[int, int]] = set()
     for table in (KERNEL, GRAPH_TRACE, MEMCPY, MEMSET):
-        if not file.has(table):
+        if not file.has(table, "correlationId"):
             continue
         total = file.one(f"SELECT max(rowid) FROM {table}")[0] or 0
         where = f" AND rowid % {total // _SAMPLE} = 0" if total >= 2 * _SAMPLE else ""
