@@ -244,6 +244,14 @@ class ProfilerConfig:
 
     trace: bool = key(True, "Write events.trace.json (open it in Perfetto).")
     nvtx: bool = key(False, "Mark stages with NVTX ranges for Nsight Systems (CUDA only).")
+    tool: str = key(
+        "none",
+        "Profile the steps below: nsys = open its capture range (start the job under nsys profile), torch = write a "
+        "torch.profiler trace to torch_profile/ in the run directory.",
+        ("none", "nsys", "torch"),
+    )
+    steps: list[int] = key([], "Steps to profile, counted from 1.")
+    ranks: list[int] = key([], "Ranks that profile; empty = all.")
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ def validate(config: Config, prompts: str = "data.train_files") -> None:
             raise ConfigError(f"trainer.logger holds {logger!r}: known loggers are {', '.join(_LOGGERS)}.")
     _validate_sampling(config)
     _validate_batching(config)
+    _validate_profiler(config)
     _validate_algorithm(config)
 
 
@@ -99,6 +100,18 @@ def _validate_domains(weights: dict[str, float]) -> None:
             raise ConfigError(f"data.domains gives {domain!r} the weight {weight:g}: must be at least 0.")
     if weights and not any(weights.values()):
         raise ConfigError("data.domains gives every domain the weight 0: no prompt is left. Give one a weight above 0.")
+
+
+def _validate_profiler(config: Config) -> None:
+    profiler = config.profiler
+    for dotted, values, least in (("profiler.steps", profiler.steps, 1), ("profiler.ranks", profiler.ranks, 0)):
+        if any(value < least for value in values):
+            raise ConfigError(f"{dotted}={values}: must be at least {least}.")
+    if (profiler.tool != "none") != bool(profiler.steps):
+        raise ConfigError(
+            f"profiler.tool={profiler.tool} with profiler.steps={profiler.steps}: a tool needs the steps to profile, and "
+            "steps need a tool; set both, such as profiler.tool=torch profiler.steps=[2,3], or neither."
+        )
 
 
 def _validate_sampling(config: Config) -> None:

@@ -167,6 +167,9 @@ def _unknown_key(dotted: str, prefix: str, known: list[str]) -> str:
     return f"unknown key {dotted}. {hint}"
 
 
+_LIST_ITEMS = {str: "strings", int: "whole numbers"}
+
+
 def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None) -> Any:
     """Turn a YAML value into the declared type, or say what was expected."""
     if isinstance(hint, types.UnionType):
@@ -174,9 +177,10 @@ def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None)
             return None
         hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
     if typing.get_origin(hint) is list:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list) or not all(isinstance(i, str) for i in items):
-            raise ConfigError(f"{dotted}={value!r}: expected a list of strings.")
+        (item,) = typing.get_args(hint)
+        items = value if isinstance(value, list) else [value]
+        if not all(type(i) is item for i in items):
+            raise ConfigError(f"{dotted}={value!r}: expected a list of {_LIST_ITEMS[item]}.")
         return items
     if typing.get_origin(hint) is dict:
         return _mapping(dotted, value, typing.get_args(hint)[1])

@@ -34,6 +34,7 @@ _TYPES = {
     float: "number",
     str: "text",
     list[str]: "list of text",
+    list[int]: "list of whole numbers",
     dict[str, float]: "mapping of text to numbers",
 }
 
@@ -49,6 +50,8 @@ NARROWER: dict[str, tuple[str, Any]] = {
     "rollout.top_p": ("number above 0, at most 1", 0.0),
     "training.sequence_parallel": ("`false`", True),
     "rollout.val_kwargs.top_p": ("number above 0, at most 1", 0.0),
+    "profiler.steps": ("list of whole numbers, at least 1", [0]),
+    "profiler.ranks": ("list of whole numbers, at least 0", [-1]),
     "trainer.logger": ("list of `console`, `tensorboard`, `wandb`", ["paper"]),
 }
 ACROSS_KEYS: tuple[tuple[str, str, Any], ...] = (
@@ -70,6 +73,7 @@ ACROSS_KEYS: tuple[tuple[str, str, Any], ...] = (
         5,
     ),
     ("`rollout.val_kwargs.n` is 1 where `rollout.val_kwargs.temperature` is 0 (greedy).", "rollout.val_kwargs.n", 4),
+    ("`profiler.tool` nsys or torch goes with `profiler.steps`.", "profiler.steps", [1]),
     ("`training.min_lr` is at most `training.lr`.", "training.min_lr", 1.0),
 )
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollpacker.profiling.capture import StepCapture
 from rollpacker.profiling.trace import Span
 
 STEP = "step"
@@ -52,13 +53,17 @@ class StageTimer:
     """Times the stages of one rank: `begin_step(12)`, then `with timer.stage("gen"): ...`, and `take()` at the end.
 
     `clock` returns seconds since the run's start, the same origin on every rank. Stages nest, each counting its whole
-    duration; a stage within itself would count twice and is refused. `nvtx` also marks NVTX ranges and needs CUDA.
+    duration; a stage within itself would count twice and is refused. `nvtx` also marks NVTX ranges and needs CUDA;
+    `capture` records the steps it was made for, with the ranges in them.
     """
 
-    def __init__(self, rank: int, clock: Callable[[], float], *, nvtx: bool = False) -> None:
+    def __init__(
+        self, rank: int, clock: Callable[[], float], *, nvtx: bool = False, capture: StepCapture | None = None
+    ) -> None:
         self._rank = rank
         self._clock = clock
-        self._ranges = _nvtx_ranges() if nvtx else None
+        self._capture = capture
+        self._ranges: _Ranges | None = capture if capture is not None else _nvtx_ranges() if nvtx else None
         self._open: list[_OpenStage] = []
         self._num_entered = 0
         self._seconds: dict[str, float] = {}
@@ -72,6 +77,8 @@ class StageTimer:
         """
         self._end_step("begin_step()")
         self._seconds.clear()
+        if self._capture is not None:
+            self._capture.start(step)
         self._enter(STEP, f"step_{step}", {"step": step})
 
     @contextmanager
@@ -103,6 +110,8 @@ class StageTimer:
             raise ValueError(f"{caller} inside stage {self._open[-1].name!r}: leave the stage first.")
         if self._open:
             self._leave()
+            if self._capture is not None:
+                self._capture.stop()
 
     def _enter(self, name: str, label: str, args: dict[str, Any] | None) -> None:
         names = [stage.name for stage in self._open]

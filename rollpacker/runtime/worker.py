@@ -18,6 +18,7 @@ from rollpacker.model_shape import ModelShape, read_model_shape
 from rollpacker.platform.device import Platform, select_platform
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.modes import build_controller, build_plain_controller
+from rollpacker.profiling.capture import build_capture
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.profiling.trace import TraceWriter
 from rollpacker.runtime.backend import ClusterBackend, Parts
@@ -95,6 +96,10 @@ def _check_device_features(config: Config, platform: Platform) -> None:
     if config.profiler.nvtx and platform.name != "cuda":
         raise ConfigError(
             f"profiler.nvtx=true marks CUDA ranges, but the ranks run on {platform.name}; set it to false."
+        )
+    if config.profiler.tool == "nsys" and platform.name != "cuda":
+        raise ConfigError(
+            f"profiler.tool=nsys records CUDA work, but the ranks run on {platform.name}; use profiler.tool=torch."
         )
 
 
@@ -247,6 +252,9 @@ class Worker:
 
     def _build_backend(self) -> ClusterBackend:
         config, world = self.config, self.world
+        profiler = config.profiler
+        folder = self.run_dir / "torch_profile"
+        capture = build_capture(profiler.tool, profiler.steps, profiler.ranks, world.rank, folder)
         reporter = StepReporter(
             world,
             self._sinks,
@@ -262,7 +270,7 @@ class Worker:
             policy_update=PolicyUpdate(self.trainer, self.reference, self.ranks, world, config, self.checked.platform),
             weights=self.weights,
             ranks=self.ranks,
-            timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx),
+            timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx, capture=capture),
             reporter=reporter,
             export_model=self.export_model,
             platform=self.checked.platform,

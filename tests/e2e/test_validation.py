@@ -206,7 +206,7 @@ def test_dry_run_of_an_evaluation_writes_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "overrides", "message"),
     [
-        (1, ["data.val_files=[]"], "data.val_files is empty: name at least one .jsonl file"),
+        (1, ["data.val_files=[]"], "data.val_files is empty: name at least one .jsonl or .parquet file"),
         (2, ["data.val_files=absent.jsonl"], "data.val_files: absent.jsonl: no such file"),
         (1, ["rollout.val_kwargs.k=3"], "unknown key rollout.val_kwargs.k"),
         (1, ["rollout.tensor_model_parallel_size=2"], "does not divide the 1 rank(s)"),

@@ -1,0 +1,528 @@
+"""The report on made-up exports whose truth is known: identity, clocks, windows, stages, steps, waits, causes, trust."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nsys_exports import Export
+
+from rollpacker.profiling.bubble_report.clocks import align_clocks
+from rollpacker.profiling.bubble_report.inputs import read_sources
+from rollpacker.profiling.bubble_report.report import Report, build_report
+from rollpacker.profiling.bubble_report.stage_names import StageNamer
+from rollpacker.profiling.bubble_report.tables import json_report
+from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED, build_timelines
+
+VERSIONS = ("2023.1", "2025.3", "2026.2")
+
+
+def make_report(
+    *paths: Path,
+    is_span: bool = False,
+    offsets: tuple[str, ...] = (),
+    by_nccl: bool = False,
+    nodes: tuple[str, ...] = (),
+    stages: tuple[str, ...] = (),
+) -> Report:
+    namer = StageNamer(stages)
+    sources = read_sources([str(path) for path in paths], namer, nodes)
+    alignment = align_clocks(sources, offsets, by_nccl=by_nccl)
+    report = build_report(
+        sources, build_timelines(sources, namer, is_span=is_span), alignment, "span" if is_span else "common"
+    )
+    check_sums(report)
+    return report
+
+
+def check_sums(report: Report) -> None:
+    """The invariants of every report, in whole nanoseconds."""
+    by_gpu = defaultdict(int)
+    for row in report.rows:
+        t = row.times
+        assert min(t.compute, t.comm, t.copy, t.idle, t.leading, t.inside, t.tail, t.between) >= 0
+        assert t.compute + t.comm + t.copy + t.idle == t.window
+        assert t.leading + t.inside + t.tail + t.between == t.idle
+        by_gpu[row.gpu] += t.window
+    for gpu, times in report.gpus:
+        assert by_gpu[gpu] == times.window == next(t.window.total for t in report.timelines if t.gpu == gpu)
+
+
+def ms(nanoseconds: int) -> float:
+    return nanoseconds / 1e6
+
+
+def rows_of(report: Report) -> dict[tuple, object]:
+    return {(row.step, row.stage, row.gpu.name): row.times for row in report.rows}
+
+
+def test_kinds_are_split_and_streams_are_united(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.kernel(10, 0.000, 0.040, stream=7)
+    export.kernel(10, 0.020, 0.050, stream=8)  # overlaps on another stream: counts once
+    export.kernel(10, 0.045, 0.070, name="ncclDevKernel_AllReduce_Sum_f32", stream=9)  # 20 ms of it alone
+    export.copy(10, 0.060, 0.080)  # 10 ms of it alone
+    export.memset(10, 0.090, 0.100)
+    report = make_report(export.write())
+    times = report.gpus[0][1]
+    assert [ms(v) for v in (times.window, times.compute, times.comm, times.copy, times.idle)] == [100, 50, 20, 20, 10]
+    assert report.is_trusted
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("kind", [59, 60, 70, 71])
+def test_every_schema_and_every_kind_of_range(tmp_path: Path, version: str, registered: bool, kind: int) -> None:
+    export = Export(tmp_path / "a.sqlite", version=version)
+    export.process(10, {0: 0})
+    export.add(
+        "NVTX_EVENTS", start=-2_000_000_000, end=None, eventType=75, text="domain", globalTid=(1 << 48) | 10 << 24
+    )
+    export.range(10, 0.0, 1.0, "rollpacker/step_3", kind=kind, registered=registered)
+    export.range(10, 0.0, 0.6, "rollpacker/gen", kind=kind, registered=registered)
+    export.range(10, 0.6, None, "rollpacker/update_actor", kind=kind, registered=registered)  # open at the end
+    export.kernel(10, 0.1, 0.4)
+    export.kernel(10, 0.7, 1.0)
+    report = make_report(export.write())
+    rows = rows_of(report)
+    gen, train = rows[3, "gen", "0"], rows[3, "update_actor", "0"]
+    assert [ms(v) for v in (gen.window, gen.idle, gen.leading, gen.inside, gen.tail)] == [600, 300, 100, 0, 200]
+    assert [ms(v) for v in (train.window, train.idle, train.leading, train.tail)] == [400, 100, 100, 0]
+    assert any("still open" in note for note in report.notes)
+
+
+def test_a_controller_without_a_gpu_names_the_stages_of_workers_in_other_files(tmp_path: Path) -> None:
+    """verl on Ray: start/end ranges on the controller, kernels in worker processes whose device is always 0."""
+    controller = Export(tmp_path / "controller.sqlite", gpus=("u0", "u1"))
+    for start, name in ((0.0, "step"), (10.0, "step")):
+        controller.range(1, start, start + 10, name, kind=60)
+        controller.range(1, start, start + 6, "gen", kind=60, registered=True)
+        controller.range(1, start + 6, start + 7, "reward", kind=60)
+        controller.range(1, start + 7, start + 10, "update_actor", kind=60)
+    workers = []
+    for index, stop in enumerate((2.0, 5.0)):
+        worker = Export(
+            tmp_path / f"worker_process_{index}.sqlite", gpus=("u0", "u1"), system_ns=5_000_000_000 + index * 10**9
+        )
+        worker.utc_ns += index * 10**9  # captured a second later: times start a second lower
+        worker.process(100 + index, {0: index})
+        for start in (0.0, 10.0):
+            worker.kernel(100 + index, start + 1 - index, start + stop - index)
+            worker.kernel(100 + index, start + 7.5 - index, start + 10 - index)
+        workers.append(worker.write())
+    report = make_report(controller.write(), *workers)
+    rows = rows_of(report)
+    for step in (1, 2):
+        assert [round(ms(rows[step, "gen", g].tail)) for g in ("0", "1")] == [4000, 1000]
+        assert [round(ms(rows[step, "gen", g].leading)) for g in ("0", "1")] == [1000, 1000]
+        assert [round(ms(rows[step, "reward", g].idle)) for g in ("0", "1")] == [1000, 1000]
+        assert [round(ms(rows[step, "update_actor", g].idle)) for g in ("0", "1")] == [500, 500]
+    wait = next(w for w in report.waits if (w.stage, w.step) == ("gen", 1))
+    assert (wait.last.name, round(ms(wait.waited))) == ("1", 3000)
+    assert report.alignment.error_ns == 0  # one host, its monotonic clock is known
+
+
+def test_own_ranges_follow_the_queue_of_the_gpu(tmp_path: Path) -> None:
+    """The host runs ahead: what gen launched counts as gen although the host is in update_actor by then."""
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.range(10, 0.00, 0.10, "gen")
+    export.range(10, 0.10, 1.00, "update_actor")
+    for i in range(5):
+        export.kernel(10, 0.1 * i + 0.01, 0.1 * i + 0.11, launch=0.005 + i * 0.01)
+    export.kernel(10, 0.60, 1.00, launch=0.55)
+    report = make_report(export.write())
+    rows = rows_of(report)
+    assert ms(rows[None, "gen", "0"].window) == pytest.approx(510, abs=0.1)
+    assert ms(rows[None, "gen", "0"].compute) == pytest.approx(500, abs=0.1)
+    assert ms(rows[None, "update_actor", "0"].compute) == pytest.approx(400, abs=0.1)
+    assert ms(rows[None, "update_actor", "0"].leading) == pytest.approx(90, abs=0.1)
+
+
+def test_the_tail_of_a_stage_counts_for_those_who_finished_early(tmp_path: Path) -> None:
+    """One file per rank, own ranges only: the common window of gen lasts until the last rank's end."""
+    paths = []
+    for rank, stop in enumerate((5.0, 6.0, 7.0, 10.0)):
+        export = Export(tmp_path / f"rank{rank}.sqlite", gpus=("u0", "u1", "u2", "u3"), duration_s=10.0)
+        export.process(100 + rank, {rank: rank})
+        export.range(100 + rank, 0.0, stop, "rollpacker/gen")
+        export.kernel(100 + rank, 0.0, stop, device=rank)
+        paths.append(export.write())
+    report = make_report(*paths)
+    (wait,) = report.waits
+    assert (wait.last.name, round(ms(wait.waited))) == ("3", 12_000)
+    assert [round(ms(t.tail)) for _, t in report.gpus] == [5000, 4000, 3000, 0]
+    assert report.total.bubble_ratio == pytest.approx(12 / 40)
+    span = make_report(*paths, is_span=True)
+    assert span.total.idle == 0 and [round(ms(t.window)) for _, t in span.gpus] == [5000, 6000, 7000, 10_000]
+
+
+def test_graph_launches_are_busy_and_without_rows_they_are_not_trusted(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.kernel(10, 0.0, 0.1)
+    export.graph(10, 0.1, 0.9)
+    export.graph(10, 0.9, 1.0)
+    export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=0, end=0, deviceId=0, globalPid=(1 << 48) | 10 << 24)
+    export.add(
+        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=5, end=10**12, deviceId=2**31 - 1, globalPid=(1 << 48) | 10 << 24
+    )
+    report = make_report(export.write())
+    assert report.is_trusted and report.total.idle == 0 and ms(report.total.compute) == 1000
+
+    lost = Export(tmp_path / "b.sqlite")
+    lost.process(10, {0: 0})
+    lost.kernel(10, 0.0, 0.1)
+    lost.graph(10, 0.1, 0.9, has_row=False)
+    lost.kernel(10, 0.9, 1.0)
+    report = make_report(lost.write())
+    assert not report.is_trusted and "graph launches left no GPU rows" in report.distrust[0]
+    assert report.total.bubble_ratio == pytest.approx(0.8)
+
+
+def test_dropped_events_and_warnings_are_not_trusted(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    for i in range(100):
+        if i % 10 == 5:
+            export.call(10, 0.01 * i - 1e-5, 0.01 * i)  # a launch whose kernel is gone
+        else:
+            export.kernel(10, 0.01 * i, 0.01 * i + 0.009)
+    report = make_report(export.write())
+    assert report.distrust == ["a.sqlite: dropped events: 10.0% of the kernel launches left no kernel in the file"]
+
+    warned = Export(tmp_path / "b.sqlite")
+    warned.process(10, {0: 0})
+    warned.kernel(10, 0.0, 1.0)
+    warned.diagnostic("Not all OpenGL events might have been collected.")
+    warned.diagnostic("Not all NVTX events might have been collected.")
+    warned.diagnostic("Number of CUDA events collected: 12.", severity=1)
+    path = warned.write()
+    assert make_report(path).is_trusted  # no stage of it comes from NVTX
+    for number, text in enumerate(
+        ("Not all CUDA events might have been collected.", "CUPTI: 17 records were dropped.")
+    ):
+        bad = Export(tmp_path / f"c{number}.sqlite")
+        bad.process(10, {0: 0})
+        bad.kernel(10, 0.0, 1.0)
+        bad.diagnostic(text)
+        assert text in make_report(bad.write()).distrust[0]
+
+
+def test_launches_into_a_stream_capture_are_not_missed(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.kernel(10, 0.0, 0.1)
+    export.call(10, 0.11, 0.111, "cudaStreamBeginCapture_v10000")
+    for i in range(50):
+        export.call(10, 0.12 + i * 1e-4, 0.12005 + i * 1e-4)
+    export.call(10, 0.19, 0.191, "cudaStreamEndCapture_v10000")
+    export.kernel(10, 0.2, 0.3)
+    assert make_report(export.write()).is_trusted
+
+
+def test_a_graph_row_without_timestamps_is_a_lost_graph(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.kernel(10, 0.0, 0.1)
+    correlation = export.call(10, 0.2, 0.21, "cudaGraphLaunch_v10000")
+    row = {"start": 0, "end": 0, "deviceId": 0, "globalPid": (1 << 48) | 10 << 24, "correlationId": correlation}
+    export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", **row)
+    export.call(10, 0.22, 0.23, "cudaLaunchHostFunc_v10000")  # runs on the host: no kernel is missing
+    export.kernel(10, 0.3, 0.4)
+    (reason,) = make_report(export.write()).distrust
+    assert "graph launches left no GPU rows" in reason
+
+
+def test_low_coverage_of_launches_is_not_trusted_and_printed(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    for i in range(10):
+        export.kernel(10, 0.1 * i, 0.1 * i + 0.05, correlation=None if i < 7 else 10_000 + i)
+    report = make_report(export.write())
+    assert "only 70% of the GPU operations have their launch" in report.distrust[0]
+
+
+def test_identity_processes_share_a_gpu_and_ordinals_do_not(tmp_path: Path) -> None:
+    """Ray: two workers see device 0, which is GPU 0 and GPU 1; a vLLM process shares GPU 1 with the trainer."""
+    export = Export(tmp_path / "a.sqlite", gpus=("u0", "u1", "u2"))
+    export.process(10, {0: 0})
+    export.process(11, {0: 1})
+    export.process(12, {0: 1})
+    export.kernel(10, 0.0, 1.0)
+    export.kernel(11, 0.0, 0.5)
+    export.kernel(12, 0.5, 1.0)
+    report = make_report(export.write())
+    assert [(g.name, t.idle) for g, t in report.gpus] == [("0", 0), ("1", 0)]
+    assert [g.name for g in report.not_captured] == ["2"]  # not 100 % idle: not captured
+    assert any("GPU 2: not captured" in note for note in report.notes)
+
+
+def test_identity_without_the_device_table_keeps_equal_ordinals_apart(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite", version="2023.1", gpus=("u0", "u1"))
+    export.kernel(10, 0.0, 1.0)
+    export.kernel(11, 0.0, 0.5)
+    report = make_report(export.write())
+    assert len(report.gpus) == 2 and sum("identity unknown" in note for note in report.notes) == 2
+
+
+def test_mig_instances_are_gpus_by_their_own_uuid(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite", gpus=("u0",), is_mig=True)
+    export.process(10, {0: 0}, {0: "MIG-aaaaaaaa-1"})
+    export.process(11, {0: 0}, {0: "MIG-bbbbbbbb-2"})
+    export.process(12, {0: 0}, {0: "MIG-bbbbbbbb-2"})
+    export.kernel(10, 0.0, 1.0)
+    export.kernel(11, 0.0, 0.5)
+    export.kernel(12, 0.5, 1.0)
+    report = make_report(export.write())
+    assert sorted(g.key for g, _ in report.gpus) == ["mig-aaaaaaaa-1", "mig-bbbbbbbb-2"]
+    assert report.total.idle == 0
+
+    unnamed = Export(tmp_path / "b.sqlite", gpus=("u0",), is_mig=True)
+    for pid in (10, 11):
+        unnamed.process(pid, {0: 0})
+        unnamed.kernel(pid, 0.0, 1.0)
+    report = make_report(unnamed.write())
+    assert len(report.gpus) == 2 and any("MIG" in note for note in report.notes)
+
+
+def test_pids_of_two_nodes_collide_without_harm(tmp_path: Path) -> None:
+    paths = []
+    for node in range(2):
+        export = Export(tmp_path / f"n{node}.sqlite", host=f"node{node}", gpus=("same-uuid",))
+        export.process(10, {0: 0})
+        export.kernel(10, 0.0, 1.0 - 0.5 * node)
+        export.range(10, 0.0, 1.0, "gen")
+        paths.append(export.write())
+    report = make_report(*paths)
+    assert [(g.host, round(ms(t.idle))) for g, t in report.gpus] == [("node0", 0), ("node1", 500)]
+    merged = make_report(*paths, nodes=("box",))
+    assert [(g.host, t.idle) for g, t in merged.gpus] == [("box", 0)]
+
+
+def skewed_nodes(tmp_path: Path, skew_s: float) -> list[Path]:
+    tmp_path.mkdir(exist_ok=True)
+    paths = []
+    for node in range(2):
+        export = Export(tmp_path / f"n{node}.sqlite", host=f"node{node}", gpus=(f"u{node}",), system_ns=node * 77 + 1)
+        export.utc_ns += round(skew_s * node * 1e9)
+        export.process(10, {0: 0})
+        for i in range(20):
+            late = 0.004 * ((i + node) % 3)  # each arrives at its own time, all leave together
+            export.kernel(10, 0.1 * i, 0.1 * i + 0.05 + late)
+            end = 0.1 * i + 0.08 + (i * i % 7) * 1e-3
+            export.kernel(10, 0.1 * i + 0.05 + late, end + node * (i % 2) * 2e-6, name="ncclDevKernel_AllReduce")
+        if node:
+            export.kernel(10, 2.5, 2.6, name="ncclDevKernel_AllReduce")  # one that the other file lacks
+        paths.append(export.write())
+    return paths
+
+
+def test_clocks_of_two_nodes_are_aligned_by_collectives(tmp_path: Path) -> None:
+    paths = skewed_nodes(tmp_path, 0.0375)
+    raw = make_report(*paths)
+    assert 0.037e9 < raw.alignment.error_ns < 0.038e9 and "--align nccl" in raw.alignment.note
+    aligned = make_report(*paths, by_nccl=True)
+    assert aligned.alignment.error_ns <= 2_000
+    assert "residual error" in aligned.alignment.note
+    starts = [t.work.compute.starts[0] for t in aligned.timelines]
+    assert abs(starts[0] - starts[1]) <= 2_000
+    again = make_report(*skewed_nodes(tmp_path / "synchronous", 0.0), by_nccl=True)
+    assert again.alignment.error_ns <= 4_000 and "taken as they are" in again.alignment.note
+    shifted = make_report(*paths, offsets=("n1.sqlite=-0.0375",))
+    assert shifted.alignment.error_ns <= 4_000
+
+
+def test_the_causes_of_gaps(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.kernel(10, 0.0, 0.1)
+    export.call(10, 0.05, 0.39, "cudaStreamSynchronize_v3020")
+    export.kernel(10, 0.4, 0.5)
+    for i in range(200):  # 0.2 s of calls back to back, none of which gives the GPU work
+        export.call(10, 0.5 + i * 1e-3, 0.5 + i * 1e-3 + 0.95e-3, "cudaEventRecord_v3020")
+    export.kernel(10, 0.7, 0.8)
+    export.kernel(10, 0.9, 1.0)
+    export.kernel(10, 1.05, 1.1, launch=0.85)
+    report = make_report(export.write())
+    found = [(round(ms(g.end - g.start)), g.cause.kind) for g in report.gaps]
+    assert found == [(300, "sync call"), (200, "launch-bound"), (100, "nothing"), (50, "device wait")]
+    assert "cudaStreamSynchronize" in report.gaps[0].cause.detail and report.long_gaps[report.gpus[0][0]][0] == 4
+
+
+def test_hours_between_captures_are_nobodys_idle_time(tmp_path: Path) -> None:
+    paths = []
+    for number in range(2):
+        export = Export(tmp_path / f"worker.{number}.sqlite", gpus=("u0",), duration_s=1.0)
+        export.utc_ns += number * 7_200 * 10**9
+        export.system_ns += number * 7_200 * 10**9
+        export.process(10, {0: 0})
+        export.range(10, 0.0, 1.0, f"step {number + 5}")
+        export.kernel(10, 0.0, 0.75)
+        paths.append(export.write())
+    report = make_report(*paths)
+    assert ms(report.total.window) == 2000 and report.total.bubble_ratio == pytest.approx(0.25)
+    assert list(report.by_step()) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("rollpacker/update_weights", "update_weights"),
+        ("generate_sequences", "gen"),
+        ("compute_ref_log_prob", "ref"),
+        ("megatron_policy_worker/get_logprobs", "old_log_prob"),
+        ("dtensor_policy_worker_v2/train", "update_actor"),
+        ("vllm_internal_worker_extension/update_weights_via_ipc_zmq", "update_weights"),
+        ("execute_32_context_0(sq0sk0)_generation_32(sq32)", "gen"),
+        ("execute_context_1(20)_generation_3(3)", "gen"),
+        ("gpu_model_runner: forward", "gen"),
+        (
+            "megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving.warmup",
+            "forward_backward",
+        ),
+        ("## forward ##", "forward"),
+        ("Optimizer.step#Adam.step", "optimizer"),
+        ("aten::gen, op_id = 17", None),
+        ("nccl:all_reduce", None),
+        ("Loop", None),
+    ],
+)
+def test_names_of_stages(name: str, stage: str | None) -> None:
+    assert getattr(StageNamer().meaning(name), "stage", None) == stage
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("rollpacker/step_12", 12),
+        ("Step 0 to 10", "0-10"),
+        ("ProfilerStep#551", 551),
+        ("iteration 7", 7),
+        ("train_step: 3", 3),
+    ],
+)
+def test_names_of_steps(name: str, number: int | str) -> None:
+    assert getattr(StageNamer().meaning(name), "number", None) == number
+
+
+def test_the_users_names_come_first(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.range(10, 0.0, 1.0, "MyRollout phase 3")
+    export.kernel(10, 0.0, 1.0)
+    report = make_report(export.write(), stages=("^MyRollout=gen",))
+    assert [row.stage for row in report.rows] == ["gen"]
+    for rule, word in (("gen", "expected REGEX=NAME"), ("(=gen", "not a regular expression")):
+        with pytest.raises(ValueError, match=word):
+            StageNamer([rule])
+
+
+# A random job: ranks with own ranges, kernels on two streams, copies; nothing is aligned on purpose.
+SPANS = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300)), min_size=1, max_size=6)
+JOBS = st.lists(
+    st.fixed_dictionaries({"kernels": SPANS, "nccl": SPANS, "copies": SPANS, "gen": SPANS, "train": SPANS}),
+    min_size=1,
+    max_size=3,
+)
+
+
+def write_job(
+    folder: Path, job: list[dict], shuffle: int | None = None, names: tuple[str, ...] = ("a", "b", "c")
+) -> list[Path]:
+    paths = []
+    for rank, parts in enumerate(job):
+        export = Export(folder / f"{names[rank]}.sqlite", gpus=("u0", "u1", "u2"), duration_s=2.0)
+        export.process(10 + rank, {0: rank})
+        for start, length in parts["kernels"]:
+            export.kernel(10 + rank, start / 1e3, (start + length) / 1e3)
+        for start, length in parts["nccl"]:
+            export.kernel(10 + rank, start / 1e3, (start + length) / 1e3, name="ncclDevKernel_SendRecv", stream=9)
+        for start, length in parts["copies"]:
+            export.copy(10 + rank, start / 1e3, (start + length) / 1e3)
+        for stage, kind in (("gen", 59), ("train", 60)):
+            for start, length in parts[stage]:
+                export.range(
+                    10 + rank,
+                    start / 1e3,
+                    (start + length) / 1e3,
+                    "update_actor" if stage == "train" else stage,
+                    kind=kind,
+                )
+        export.range(10 + rank, 0.0, 0.6, "rollpacker/step_1")
+        export.range(10 + rank, 0.6, 1.3, "rollpacker/step_2")
+        paths.append(export.write(shuffle))
+    return paths
+
+
+@given(JOBS, st.integers(0, 1000))
+@settings(max_examples=25)
+def test_sums_hold_and_the_order_of_rows_and_files_is_irrelevant(job: list[dict], seed: int) -> None:
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
+        plain = make_report(*write_job(Path(one), job))
+        other = make_report(*reversed(write_job(Path(two), job, shuffle=seed)))
+    plain_rows, other_rows = ({(r.step, r.stage, r.gpu): r.times for r in report.rows} for report in (plain, other))
+    assert plain_rows == other_rows
+    assert plain.gpus == other.gpus and plain.waits == other.waits
+    # And the kinds, against sets of milliseconds.
+    for (_, times), parts in zip(plain.gpus, job, strict=True):
+        compute, comm, copy = (
+            {t for start, length in parts[k] for t in range(start, start + length)}
+            for k in ("kernels", "nccl", "copies")
+        )
+        assert [ms(times.compute), ms(times.comm), ms(times.copy)] == [
+            len(compute),
+            len(comm - compute),
+            len(copy - comm - compute),
+        ]
+
+
+@given(JOBS)
+@settings(max_examples=20)
+def test_merging_two_reports_of_one_gpu_never_raises_its_idle_time(job: list[dict]) -> None:
+    """All ranks become processes on GPU 0; the window is held by the steps, which all of them mark."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for rank, parts in enumerate(job):
+            export = Export(Path(folder) / f"{rank}.sqlite", gpus=("u0",), duration_s=2.0)
+            export.process(10 + rank, {0: 0})
+            export.range(10 + rank, 0.0, 1.5, "step 1")
+            for start, length in parts["kernels"]:
+                export.kernel(10 + rank, start / 1e3, (start + length) / 1e3)
+            paths.append(export.write())
+        alone = [make_report(path).total for path in paths]
+        merged = make_report(*paths)
+        assert len(merged.gpus) == 1
+        assert merged.total.idle <= min(times.idle for times in alone)
+        assert merged.total.window == alone[0].window
+
+
+def test_sixty_four_gpus_on_eight_nodes(tmp_path: Path) -> None:
+    paths = []
+    for node in range(8):
+        export = Export(
+            tmp_path / f"n{node}.sqlite",
+            host=f"node{node}",
+            gpus=tuple(f"{node}-{g}" for g in range(8)),
+            duration_s=10.0,
+        )
+        for gpu in range(8):
+            export.process(100 + gpu, {0: gpu})
+            export.range(100 + gpu, 0.0, 10.0, "rollpacker/step_1")
+            export.range(100 + gpu, 0.0, 10.0, "rollpacker/gen")
+            export.kernel(100 + gpu, 0.0, 1.0 + (8 * node + gpu) / 7)
+        paths.append(export.write())
+    report = make_report(*paths)
+    assert len(report.gpus) == 64
+    (wait,) = report.waits
+    assert (wait.last.host, wait.last.name) == ("node7", "7")
+    assert wait.waited == pytest.approx(sum((63 - i) / 7 for i in range(64)) * 1e9, rel=1e-6)
+    document = json_report(report)
+    assert len({(g["host"], g["gpu"]) for g in document["gpus"]}) == 64
+    assert {row["stage"] for row in document["stages"]} == {"gen"}
+    assert UNATTRIBUTED not in report.by_stage()
