@@ -175,7 +175,8 @@ def _describe(config: Config, checked: Checked, world_size: int) -> str:
 
 
 def _describe_steps(config: Config, checked: Checked) -> str:
-    is_exact = config.trainer.total_training_steps is not None or config.filter.mode == "off"
+    is_plain = config.filter.mode == "off" and config.tail_batching.mode == "off"
+    is_exact = config.trainer.total_training_steps is not None or is_plain
     return f"{'' if is_exact else 'about '}{checked.total_steps}"
 
 

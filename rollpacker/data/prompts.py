@@ -165,10 +165,6 @@ class PromptOrder:
                 self._epoch, self._position = self._epoch + 1, 0
         return drawn
 
-    def prompt(self, prompt_id: str, epoch: int) -> Prompt:
-        """The prompt of that id as it is drawn in `epoch`; KeyError where there is none."""
-        return self._prompt(self._index[prompt_id], epoch)
-
     def num_left(self) -> int | None:
         """Count the prompts that can still be drawn; None where the order is endless."""
         if self._total_epochs is None:

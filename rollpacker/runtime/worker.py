@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import sys
@@ -11,13 +12,13 @@ from typing import Any
 
 from rollpacker.comm.groups import ParallelRanks
 from rollpacker.comm.world import World, init_torch_distributed, is_user_terminal
-from rollpacker.config import Config, ConfigError
+from rollpacker.config import Config, ConfigError, FilterConfig, TailBatchingConfig
 from rollpacker.config_file import to_yaml
 from rollpacker.data.prompts import PromptDataset, PromptOrder, load_examples
 from rollpacker.model_shape import ModelShape, read_model_shape
 from rollpacker.platform.device import Platform, select_platform
+from rollpacker.policy.assembly import build_controller
 from rollpacker.policy.controller import StepController
-from rollpacker.policy.modes import build_controller, build_plain_controller
 from rollpacker.profiling.capture import build_capture
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.profiling.trace import TraceWriter
@@ -43,6 +44,7 @@ from rollpacker.training.optimizer import build_lr_schedule, build_optimizer
 from rollpacker.training.policy_update import PolicyUpdate
 from rollpacker.training.reference import ReferenceWeights
 from rollpacker.training.trainer import Trainer
+from rollpacker.types import Prompt
 from rollpacker.weights.hf import write_hf_folder
 from rollpacker.weights.refit import MegatronWeights
 
@@ -238,17 +240,25 @@ class Worker:
         return Trainer(model, optimizer, schedule, self.config, self.checked.shape, ranks, platform)
 
     def _build_controller(self) -> StepController:
-        if self.checked.replay is not None:  # a dump holds what its run has trained
-            return build_plain_controller(self.config, self.checked.replay, self.world.size)
-        data, trainer = self.config.data, self.config.trainer
-        order = PromptOrder(
-            self.checked.dataset.examples,
-            seed=trainer.seed if data.seed is None else data.seed,
-            shuffle=data.shuffle,
-            total_epochs=None if trainer.total_training_steps else trainer.total_epochs,
-            domains=data.domains,
+        config, replay, by_id = self.config, self.checked.replay, self.checked.dataset.by_id
+        if replay is not None:  # a dump holds what its run has trained
+            config = dataclasses.replace(config, filter=FilterConfig(), tail_batching=TailBatchingConfig())
+        return build_controller(
+            config,
+            replay or self._prompt_order(),
+            num_gpus=self.world.size,
+            prompt_of=lambda name, epoch: Prompt(name, by_id[name].token_ids, by_id[name].domain, epoch),
         )
-        return build_controller(self.config, order, self.world.size, order.prompt)
+
+    def _prompt_order(self) -> PromptOrder:
+        config = self.config
+        return PromptOrder(
+            self.checked.dataset.examples,
+            seed=config.trainer.seed if config.data.seed is None else config.data.seed,
+            shuffle=config.data.shuffle,
+            total_epochs=None if config.trainer.total_training_steps else config.trainer.total_epochs,
+            domains=config.data.domains,
+        )
 
     def _build_backend(self) -> ClusterBackend:
         config, world = self.config, self.world

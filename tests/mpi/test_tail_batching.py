@@ -21,12 +21,12 @@ from rollpacker.data.tasks import Example
 from rollpacker.loop import run_round
 from rollpacker.messages import Action, Event, RoundPlan
 from rollpacker.platform.device import Platform
+from rollpacker.policy.assembly import build_controller
 from rollpacker.policy.controller import StepController
-from rollpacker.policy.modes import build_controller
 from rollpacker.reward.scheduler import RewardScheduler
 from rollpacker.rollout.engine import RolloutEngine
 from rollpacker.runtime.rollout import LiveRollout, place
-from rollpacker.types import RoundKind
+from rollpacker.types import Prompt, RoundKind
 
 P0, R0, MAX_TOKENS = 4, 4, 40
 EXAMPLES = [
@@ -89,7 +89,13 @@ def controller_of(world: World, tp: int) -> StepController:
         tail_batching=TailBatchingConfig(mode="paper", audit_fraction=0.1),
     )
     order = PromptOrder(EXAMPLES, seed=3, shuffle=True, total_epochs=None)
-    return build_controller(config, order, world.size, order.prompt)
+    by_id = {e.prompt_id: e for e in EXAMPLES}
+    return build_controller(
+        config,
+        order,
+        num_gpus=world.size,
+        prompt_of=lambda name, epoch: Prompt(name, by_id[name].token_ids, epoch=epoch),
+    )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
