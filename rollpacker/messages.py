@@ -5,7 +5,9 @@ deterministic mode).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from rollpacker.types import Group, Prompt, Request, RoundKind
 
@@ -26,6 +28,15 @@ class RoundPlan:
 
 
 @dataclass(frozen=True)
+class RequestStarted:
+    """The request got its first token: it waits for a slot no longer. Only a race needs to know."""
+
+    time_s: float
+    rank: int
+    request_index: int
+
+
+@dataclass(frozen=True)
 class RequestFinished:
     """Generation ended by itself: EOS, a stop token or the length cap."""
 
@@ -38,7 +49,10 @@ class RequestFinished:
 
 @dataclass(frozen=True)
 class RewardDone:
-    """The verifier returned; `is_error` marks a score that stands for a crash, a time-out or a NaN."""
+    """The verifier returned; `is_error` marks a score that stands for a crash, a time-out or a NaN.
+
+    `case_execution_s` holds the seconds of each test case of a code task, in the order of the cases.
+    """
 
     time_s: float
     rank: int
@@ -46,11 +60,12 @@ class RewardDone:
     score: float
     is_error: bool
     execution_s: float
+    case_execution_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class EngineProgress:
-    """What a replica's engine did during one quantum."""
+    """What a replica's engine did during one quantum; `num_steps` counts its decode steps."""
 
     time_s: float
     rank: int
@@ -58,9 +73,23 @@ class EngineProgress:
     num_preemptions: int
     num_running: int
     kv_cache_usage: float
+    num_steps: int = 0
 
 
-Event = RequestFinished | RewardDone | EngineProgress
+Event = RequestStarted | RequestFinished | RewardDone | EngineProgress
+_EVENTS: dict[str, Any] = {k.__name__: k for k in (RequestStarted, RequestFinished, RewardDone, EngineProgress)}
+
+
+def event_to_row(event: Event) -> list[Any]:
+    """An event as plain JSON values, for logs that are replayed."""
+    return [type(event).__name__, *astuple(event)]
+
+
+def event_from_row(row: Sequence[Any]) -> Event:
+    """The event that `event_to_row` wrote."""
+    name, *values = row
+    event: Event = _EVENTS[name](*(tuple(v) if isinstance(v, list) else v for v in values))
+    return event
 
 
 # Actions. Every rank sees all of them and carries out those that name its own replica.
@@ -68,10 +97,14 @@ Event = RequestFinished | RewardDone | EngineProgress
 
 @dataclass(frozen=True)
 class ScoreResponse:
-    """Start the reward of a finished response on the leader of the replica that decoded it."""
+    """Start the reward of a finished response on the leader of the replica that decoded it.
+
+    `timeout_s` bounds the whole of it; `case_timeouts_s`, where not empty, each test case in turn.
+    """
 
     request: Request
     timeout_s: float
+    case_timeouts_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,9 +123,13 @@ class LaunchRequests:
 
 @dataclass(frozen=True)
 class RejectGroup:
-    """A filter found that the prompt's group is not worth training; the prompt leaves the epoch."""
+    """The prompt's group is not trained and the prompt leaves the epoch.
+
+    `reason` is "filter" (not worth training) or "reward_error" (a reward failed, `reward.on_error: drop_group`).
+    """
 
     prompt: Prompt
+    reason: str = "filter"
 
 
 @dataclass(frozen=True)
@@ -103,29 +140,59 @@ class TrainGroup:
 
 
 @dataclass(frozen=True)
+class ScaleDown:
+    """The ranks of `freed_replicas` leave the rollout to train; their requests go where `migrations` says.
+
+    `migrations` pairs a request index with the replica that goes on with it, from its prompt and its tokens so far.
+    """
+
+    freed_replicas: tuple[int, ...]
+    migrations: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class EndRound:
     """The rollout of the step is over; fold in what is still on the way, then stop."""
 
 
-Action = ScoreResponse | AbortRequest | LaunchRequests | RejectGroup | TrainGroup | EndRound
+Action = ScoreResponse | AbortRequest | LaunchRequests | RejectGroup | TrainGroup | ScaleDown | EndRound
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What the race has done to the law of the trained samples (policy/audit.py); None = too few audit groups yet."""
+
+    num_groups: int
+    icc: float | None
+    coverage_p50: float | None
+    coverage_p90: float | None
+    coverage_p95: float | None
+    coverage_p99: float | None
+    own_coverage_p95: float | None
+    warning: str | None
 
 
 @dataclass(frozen=True)
 class RoundStats:
-    """Counts of one round, for the metrics."""
+    """Counts of one round, for the metrics; `audit` is that of the run so far."""
 
     kind: RoundKind
     num_launched: int
     num_aborted_prompts: int
     num_aborted_responses: int
     num_rejected_groups: int
+    num_dropped_groups: int
     num_tokens_generated: int
     num_tokens_wasted: int
     num_preemptions: int
     num_reward_errors: int
     num_reward_timeouts: int
+    reward_timeout_budget_s: float | None  # mean of the limits handed out
     tensor_model_parallel_size: int
+    has_switched_tensor_parallel: bool
+    scale_down_progress: float | None  # share of the requests that had finished
     long_queue_len: int
+    audit: AuditReport | None
 
 
 @dataclass(frozen=True)

@@ -13,23 +13,16 @@ bound or the data give no more, and with the rejected groups (whose advantages a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rollpacker.messages import AbortRequest, Action, EndRound, LaunchRequests, RejectGroup, RoundPlan, TrainGroup
 from rollpacker.policy.controller import RoundState, build_group
 from rollpacker.policy.filters import AcceptanceRate, GroupFilter
-from rollpacker.policy.plain import PromptSource, RequestFactory
-from rollpacker.types import Prompt, Request, RoundKind
+from rollpacker.policy.plain import RequestFactory, ReturningSource
+from rollpacker.types import Request, RoundKind
 
 _Key = tuple[str, int]
-
-
-class ReturningSource(PromptSource, Protocol):
-    """A source of fresh prompts that takes some back."""
-
-    def push_front(self, prompts: Sequence[Prompt]) -> None:
-        """Put drawn prompts back, to be drawn first."""
 
 
 class DynamicSampling:
@@ -52,12 +45,13 @@ class DynamicSampling:
         self._max_launched = max(math.floor(max_launched_ratio * train_batch_size), train_batch_size)
         self._tensor_model_parallel_size = tensor_model_parallel_size
         self.acceptance = AcceptanceRate()
-        self._accepted: dict[_Key, bool] = {}
+        self._window = _Window(train_batch_size)
 
     def compose(self, step: int) -> RoundPlan | None:
         """Launch as many prompts as should leave `train_batch_size` after the filter."""
         prompts = self._source.draw(self._num_to_launch(self._train_batch_size, launched=0))
-        self._accepted = {}
+        self._window = _Window(self._train_batch_size)
+        self._window.launch([p.key for p in prompts])
         if not prompts:
             return None
         return RoundPlan(
@@ -73,26 +67,35 @@ class DynamicSampling:
         """Nothing is ever deferred."""
         return 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, and what the filter lets pass."""
+        return {"source": self._source.state_dict(), "acceptance": self.acceptance.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved state."""
+        self._source.load_state_dict(state["source"])
+        self.acceptance.load_state_dict(state["acceptance"])
+
     def on_finished(self, state: RoundState, request: Request) -> Sequence[Action]:  # noqa: ARG002
         """A finished response only waits for its reward."""
         return ()
 
     def on_scored(self, state: RoundState, request: Request) -> Sequence[Action]:
         """Judge a complete group; train what is certain to be among the first P0, replace, or end."""
-        key = request.prompt.key
+        key, window = request.prompt.key, self._window
         requests = state.requests_of[key]
-        if not all(state.is_scored(r) for r in requests):
+        if state.num_scored_of[key] < len(requests):
             return ()
-        self._accepted[key] = self._filter.accepts([state.rewards[r.index].score for r in requests])
-        candidates = [k for k in state.requests_of if self._accepted.get(k, True)]
-        first = candidates[: self._train_batch_size]
-        certain = [k for k in first if k in self._accepted]
-        actions = [_train(state, k) for k in certain if k not in state.trained]
-        if len(candidates) < self._train_batch_size:
-            launched = self._replace(state, self._train_batch_size - len(candidates))
+        is_accepted = self._filter.accepts([state.rewards[r.index].score for r in requests])
+        actions = [_train(state, k) for k in window.judge(key, is_accepted)]
+        if window.num_missing:
+            launched = self._replace(state, window.num_missing)
             if launched:
                 return [*actions, LaunchRequests(launched)]
-        return actions + self._end(state, first) if len(certain) == len(first) else actions
+        return actions + self._end(state) if window.is_decided else actions
+
+    def on_round_end(self, state: RoundState) -> None:
+        """What was left over went back when the round ended."""
 
     def _num_to_launch(self, num_missing: int, *, launched: int) -> int:
         """Prompts to launch so that `num_missing` should pass the filter, within the round's bound."""
@@ -100,21 +103,88 @@ class DynamicSampling:
 
     def _replace(self, state: RoundState, num_missing: int) -> tuple[Request, ...]:
         prompts = self._source.draw(self._num_to_launch(num_missing, launched=len(state.requests_of)))
+        self._window.launch([p.key for p in prompts])
         return self._factory.requests(state.plan.step, prompts, first_index=len(state.requests))
 
-    def _end(self, state: RoundState, trained: Sequence[_Key]) -> list[Action]:
+    def _end(self, state: RoundState) -> list[Action]:
         """Every candidate is decided: put back what lies behind the last of them, abort it, end the round."""
-        keys = list(state.requests_of)
+        window = self._window
+        keys, surplus = window.inside(), window.behind()
         prompts = {k: requests[0].prompt for k, requests in state.requests_of.items()}
-        is_full = len(trained) == self._train_batch_size
-        surplus = keys[keys.index(trained[-1]) + 1 :] if is_full else []
         self._source.push_front([prompts[k] for k in surplus])
-        self.acceptance.add_round(sum(self._accepted.values()), len(self._accepted))
+        self.acceptance.add_round(sum(window.verdicts.values()), len(window.verdicts))
         # Where the filter let nothing pass, train what there is rather than nothing.
-        actions = [] if trained else [_train(state, k) for k in keys[: self._train_batch_size]]
+        nothing = not any(window.verdicts[k] for k in keys)
+        actions = [_train(state, k) for k in keys[: self._train_batch_size]] if nothing else []
         actions += [AbortRequest(r) for k in surplus for r in state.requests_of[k]]
-        actions += [RejectGroup(prompts[k]) for k in keys if not self._accepted.get(k, True) and k not in surplus]
+        actions += [RejectGroup(prompts[k]) for k in keys if not window.verdicts[k]]
         return [*actions, EndRound()]
+
+
+class _Window:
+    """The first `size` prompts, in launch order, that the filter has not rejected: those that are to be trained.
+
+    A rejection moves its end by one prompt, so a verdict costs the same however many prompts there are.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._keys: list[_Key] = []
+        self._place: dict[_Key, int] = {}
+        self._end = 0  # prompts launched before this place are inside
+        self._num_kept = 0  # of those inside, the ones that are not rejected
+        self._num_undecided = 0
+        self.verdicts: dict[_Key, bool] = {}
+
+    @property
+    def num_missing(self) -> int:
+        """How many prompts the window lacks to be full."""
+        return self._size - self._num_kept
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether every prompt inside has its verdict."""
+        return self._num_undecided == 0
+
+    def launch(self, keys: Sequence[_Key]) -> None:
+        """Let more prompts in, behind the others."""
+        for key in keys:
+            self._place[key] = len(self._keys)
+            self._keys.append(key)
+        self._extend()
+
+    def judge(self, key: _Key, is_accepted: bool) -> list[_Key]:
+        """Note a verdict and return the prompts that are now certain to be trained."""
+        self.verdicts[key] = is_accepted
+        if self._place[key] >= self._end:
+            return []
+        self._num_undecided -= 1
+        if is_accepted:
+            return [key]
+        self._num_kept -= 1
+        return self._extend()
+
+    def inside(self) -> list[_Key]:
+        """The prompts up to the last of the window, the rejected ones between them included."""
+        return self._keys[: self._end]
+
+    def behind(self) -> list[_Key]:
+        """The prompts after the window."""
+        return self._keys[self._end :]
+
+    def _extend(self) -> list[_Key]:
+        """Let prompts in until the window is full; those already accepted are certain."""
+        certain = []
+        while self._num_kept < self._size and self._end < len(self._keys):
+            key = self._keys[self._end]
+            self._end += 1
+            verdict = self.verdicts.get(key)
+            if verdict is not False:
+                self._num_kept += 1
+                self._num_undecided += verdict is None
+            if verdict:
+                certain.append(key)
+        return certain
 
 
 def _train(state: RoundState, key: _Key) -> Action:

@@ -6,13 +6,13 @@ It is the baseline of every comparison and the oracle of every other mode.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollpacker.messages import Action, EndRound, RoundPlan, TrainGroup
 from rollpacker.policy.controller import RoundState, build_group
-from rollpacker.policy.routing import RequestRouter
+from rollpacker.policy.routing import Router
 from rollpacker.types import Prompt, Request, RoundKind
 
 
@@ -21,6 +21,19 @@ class PromptSource(Protocol):
 
     def draw(self, n: int) -> list[Prompt]:
         """The next `n` prompts; fewer only when the data are used up."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as plain JSON values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a saved position."""
+
+
+class ReturningSource(PromptSource, Protocol):
+    """A source of fresh prompts that takes some back."""
+
+    def push_front(self, prompts: Sequence[Prompt]) -> None:
+        """Put drawn prompts back, to be drawn first."""
 
 
 def request_seed(run_seed: int, step: int, prompt: Prompt, response_index: int) -> int:
@@ -33,7 +46,7 @@ def request_seed(run_seed: int, step: int, prompt: Prompt, response_index: int) 
 class RequestFactory:
     """Prompts to requests, prompt-major: what they all have in common, and the replica and seed of each."""
 
-    router: RequestRouter
+    router: Router
     num_responses: int
     max_tokens: int
     seed: int
@@ -41,7 +54,7 @@ class RequestFactory:
     def requests(self, step: int, prompts: Sequence[Prompt], first_index: int = 0) -> tuple[Request, ...]:
         """`num_responses` requests for each prompt, numbered from `first_index` on."""
         asked = [(prompt, i) for prompt in prompts for i in range(self.num_responses)]
-        replicas = self.router.assign(len(asked), first_index)
+        replicas = self.router.assign([prompt for prompt, _ in asked], first_index)
         return tuple(
             Request(
                 index=index,
@@ -89,6 +102,14 @@ class PlainComposer:
         """Nothing is ever deferred."""
         return 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data."""
+        return {"source": self._source.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved position."""
+        self._source.load_state_dict(state["source"])
+
 
 class KeepEverything:
     """Trains every group once its last reward is in; the round ends with the last group."""
@@ -100,9 +121,12 @@ class KeepEverything:
     def on_scored(self, state: RoundState, request: Request) -> Sequence[Action]:
         """Complete the group, and the round with the last group."""
         requests = state.requests_of[request.prompt.key]
-        if not all(state.is_scored(r) for r in requests):
+        if state.num_scored_of[request.prompt.key] < len(requests):
             return ()
         actions: list[Action] = [TrainGroup(build_group(state, requests))]
         if len(state.trained) + 1 == state.plan.num_groups:
             actions.append(EndRound())
         return actions
+
+    def on_round_end(self, state: RoundState) -> None:
+        """Nothing is left over."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollpacker.comm.world import World
-from rollpacker.messages import Event, RequestFinished, RewardDone, RoundPlan, UpdatePlan
+from rollpacker.messages import AuditReport, Event, RequestFinished, RewardDone, RoundPlan, UpdatePlan
 from rollpacker.profiling.bubbles import idle_ratio, reward_bubble_ratio, rollout_bubble_ratio
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.profiling.trace import Span, TraceWriter
@@ -252,10 +252,18 @@ def _rollout_metrics(update: UpdatePlan) -> dict[str, Any]:
         "filter/num_rejected": stats.num_rejected_groups,
         "filter/num_launched": stats.num_launched,
         "planner/tp": stats.tensor_model_parallel_size,
-        "planner/switched": 0,
+        "planner/switched": int(stats.has_switched_tensor_parallel),
         "reward/timeout_count": stats.num_reward_timeouts,
         "reward/error_count": stats.num_reward_errors,
+        "reward/timeout_budget_s": stats.reward_timeout_budget_s,
+        "stream/scale_down_progress": stats.scale_down_progress,
+        **_audit_metrics(stats.audit),
     }
+
+
+def _audit_metrics(audit: AuditReport | None) -> dict[str, Any]:
+    names = ("num_groups", "icc", "coverage_p50", "coverage_p90", "coverage_p95", "coverage_p99", "own_coverage_p95")
+    return {f"audit/{name}": getattr(audit, name, None) for name in names}
 
 
 def _sample_rows(update: UpdatePlan, launch_s: float, weight_version: int) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from rollpacker.config_file import to_yaml
 from rollpacker.data.prompts import PromptDataset, PromptOrder, load_examples
 from rollpacker.model_shape import ModelShape, read_model_shape
 from rollpacker.platform.device import Platform, select_platform
+from rollpacker.policy.audit import SampleAudit
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.dynamic_sampling import DynamicSampling
 from rollpacker.policy.filters import ZeroVarianceFilter
@@ -237,10 +238,14 @@ class Worker:
             "train_batch_size": config.data.train_batch_size,
             "tensor_model_parallel_size": config.rollout.tensor_model_parallel_size,
         }
-        timeout_s = config.reward.timeout_s
+        # Without a race every group shows the law of the samples, so every group is audited.
+        options = {
+            "reward_timeout_s": config.reward.timeout_s,
+            "audit": SampleAudit(fraction=1.0, seed=config.trainer.seed),
+        }
         if config.filter.mode == "off" or checked.replay is not None:  # a dump holds what its run has trained
             composer = PlainComposer(checked.replay or self._prompt_order(), factory, **sizes)
-            return StepController(composer, KeepEverything(), reward_timeout_s=timeout_s)
+            return StepController(composer, KeepEverything(), **options)
         sampling = DynamicSampling(
             self._prompt_order(),
             factory,
@@ -248,7 +253,7 @@ class Worker:
             max_launched_ratio=config.filter.max_launched_ratio,
             **sizes,
         )
-        return StepController(sampling, sampling, reward_timeout_s=timeout_s)
+        return StepController(sampling, sampling, **options)
 
     def _prompt_order(self) -> PromptOrder:
         config = self.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -15,12 +16,16 @@ from rollpacker.messages import (
     EngineProgress,
     Event,
     RequestFinished,
+    RequestStarted,
     RewardDone,
     RoundPlan,
     ScoreResponse,
     TrainGroup,
     UpdatePlan,
+    event_from_row,
+    event_to_row,
 )
+from rollpacker.policy.audit import SampleAudit
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.plain import KeepEverything, PlainComposer, RequestFactory, request_seed
 from rollpacker.policy.routing import RequestRouter
@@ -38,14 +43,14 @@ class ListSource:
         return drawn
 
 
-def make_controller(num_prompts: int, batch: int = 4, n: int = 3, replicas: int = 2) -> StepController:
+def make_controller(num_prompts: int, batch: int = 4, n: int = 3, replicas: int = 2, **options) -> StepController:
     composer = PlainComposer(
         ListSource(num_prompts),
         RequestFactory(RequestRouter(replicas), num_responses=n, max_tokens=10, seed=0),
         train_batch_size=batch,
         tensor_model_parallel_size=1,
     )
-    return StepController(composer, KeepEverything(), reward_timeout_s=2.0)
+    return StepController(composer, KeepEverything(), reward_timeout_s=2.0, **options)
 
 
 class ShuffledBackend:
@@ -126,6 +131,41 @@ def test_a_request_cannot_finish_or_be_scored_twice() -> None:
     controller.on(RewardDone(0.0, 0, 0, 1.0, False, 0.0))
     with pytest.raises(RuntimeError, match="scored twice"):
         controller.on(RewardDone(0.0, 0, 0, 1.0, False, 0.0))
+
+
+def test_without_a_race_every_group_is_audited() -> None:
+    backend = ShuffledBackend(1)
+    audit = SampleAudit(fraction=1.0, seed=0)
+    run(None, make_controller(40, batch=20, audit=audit), backend)
+    first, last = (u.stats.audit for u in backend.updates)
+    assert first is not None and (first.num_groups, first.icc, first.coverage_p95) == (20, None, None)
+    assert last is not None and last.num_groups == 40
+    assert last.coverage_p95 == last.own_coverage_p95 == pytest.approx(1.0)
+
+
+def test_a_late_end_and_a_start_change_no_result() -> None:
+    """Only a race asks for them; the books count each response once."""
+    controller = make_controller(1, n=2)
+    controller.begin_step(1)
+    assert controller.on(RequestStarted(0.0, 0, 0)) == []
+    for index in (0, 1):
+        controller.on(RequestFinished(0.0, 0, index, 3, "stop"))
+        controller.on(RewardDone(0.0, 0, index, 1.0, False, 0.1))
+    assert controller.on(RequestFinished(0.0, 0, 1, 3, "stop")) == []  # after the end of the round
+    assert controller.finish_step().num_tokens == 6
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        RequestStarted(0.5, 1, 2),
+        RequestFinished(0.5, 1, 2, 30, "length"),
+        RewardDone(0.5, 1, 2, 1.0, True, 2.5, (1.0, 1.5)),
+        EngineProgress(0.5, 1, 100, 2, 3, 0.25, 16),
+    ],
+)
+def test_an_event_survives_a_log(event: Event) -> None:
+    assert event_from_row(json.loads(json.dumps(event_to_row(event)))) == event
 
 
 def test_responses_of_a_group_spread_over_replicas() -> None:
