@@ -34,6 +34,15 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.overlong_penalty_factor": 0,
     "algorithm.mismatch_cap": 1,
     "filter.max_launched_ratio": 1,
+    "tail_batching.eta_prompts": 1,
+    "tail_batching.eta_responses": 1,
+    "workload.num_prompts": 1,
+    "workload.prompt_tokens": 1,
+    "workload.median_tokens": 1,
+    "workload.sigma_within": 0,
+    "workload.sigma_between": 0,
+    "cluster.step_overhead_ms": 0,
+    "cluster.train_s_per_sample": 0,
     "rollout.kv_cache_gib": 1,
     "rollout.max_num_batched_tokens": 1,
     "training.weight_decay": 0,
@@ -64,10 +73,10 @@ def value_of(config: Config, dotted: str) -> Any:
     return functools.reduce(getattr, dotted.split("."), config)
 
 
-def validate(config: Config, prompts: str = "data.train_files") -> None:
+def validate(config: Config, prompts: str | None = "data.train_files") -> None:
     """Refuse what no machine could run: values out of range and keys that contradict each other.
 
-    `prompts` is the key of the files that the command cannot do without.
+    `prompts` is the key of the files that the command cannot do without, None where it needs none.
     """
     for dotted, bound in _AT_LEAST.items():
         value = value_of(config, dotted)
@@ -75,11 +84,12 @@ def validate(config: Config, prompts: str = "data.train_files") -> None:
             raise ConfigError(f"{dotted}={value}: must be at least {bound:g}.")
     if not config.model.path:
         raise ConfigError("model.path is not set: name the Hugging Face folder of the model to train.")
-    if not value_of(config, prompts):
+    if prompts is not None and not value_of(config, prompts):
         raise ConfigError(
             f"{prompts} is empty: name at least one .jsonl or .parquet file of prompts, {prompts}=[prompts.jsonl]."
         )
     _validate_domains(config.data.domains)
+    _validate_shares(config)
     for logger in config.trainer.logger:
         if logger not in _LOGGERS:
             raise ConfigError(f"trainer.logger holds {logger!r}: known loggers are {', '.join(_LOGGERS)}.")
@@ -94,6 +104,21 @@ def _validate_domains(weights: dict[str, float]) -> None:
             raise ConfigError(f"data.domains gives {domain!r} the weight {weight:g}: must be at least 0.")
     if weights and not any(weights.values()):
         raise ConfigError("data.domains gives every domain the weight 0: no prompt is left. Give one a weight above 0.")
+
+
+def _validate_shares(config: Config) -> None:
+    for dotted in (
+        "tail_batching.audit_fraction",
+        "workload.hard_share",
+        "workload.hard_cap_probability",
+        "workload.accuracy",
+        "cluster.train_mfu",
+    ):
+        value = value_of(config, dotted)
+        if value is not None and not 0 <= value <= 1:
+            raise ConfigError(f"{dotted}={value:g}: must be a share, 0 to 1.")
+    if config.cluster.train_mfu == 0:
+        raise ConfigError("cluster.train_mfu=0: must be above 0, or training would never end.")
 
 
 def _validate_sampling(config: Config) -> None:
@@ -192,6 +217,11 @@ def job_size(config: Config, num_ranks: int, *, is_dry_run: bool) -> int:
 def missing_features(config: Config) -> list[str]:
     """What the config asks for and this version does not have, a paragraph each; a dry run checks all the rest."""
     missing = []
+    if config.tail_batching.mode != "off":
+        missing.append(
+            f"tail_batching.mode={config.tail_batching.mode}: this version trains with off; `rollpacker simulate` shows "
+            "what tail batching would bring. Set it to off."
+        )
     if config.training.context_parallel_size > 1:
         missing.append(
             f"training.context_parallel_size={config.training.context_parallel_size}: this version trains with 1; a dry "

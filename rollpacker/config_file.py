@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rollpacker.config import Config, ConfigError, every_key
+from rollpacker.config import Config, ConfigError, RolloutConfig, every_key
 from rollpacker.config_checks import validate
 
 _BASE = "base"
@@ -36,11 +36,11 @@ def _mapping_without_duplicates(loader: _StrictLoader, node: yaml.MappingNode) -
 _StrictLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
 
 
-def load_config(path: str, overrides: list[str] | None = None, *, prompts: str = "data.train_files") -> Config:
+def load_config(path: str, overrides: list[str] | None = None, *, prompts: str | None = "data.train_files") -> Config:
     """Read a YAML file, lay further files and `section.key=value` overrides on it, check what needs no machine.
 
     A word of `overrides` that ends in .yaml is a file to lay on top: a recipe, for example. `prompts` is the key of the files
-    that the command cannot do without.
+    that the command cannot do without, None where it needs none.
     """
     tree = _read_with_base(Path(path), ())
     for word in overrides or []:
@@ -50,9 +50,33 @@ def load_config(path: str, overrides: list[str] | None = None, *, prompts: str =
             _lay_on(tree, overlay)
         else:
             _apply_override(tree, word)
+    _resolve_aliases(tree)
     config: Config = _build(Config, tree, "")
     validate(config, prompts)
     return config
+
+
+def _resolve_aliases(tree: dict[str, Any]) -> None:
+    """ROLL's names of the race: max_prompts_ratio, and max_num_return_sequences in responses instead of a factor."""
+    section = tree.get("tail_batching")
+    if not isinstance(section, dict):
+        return
+    for alias, name in (("max_prompts_ratio", "eta_prompts"), ("max_num_return_sequences", "eta_responses")):
+        if alias not in section:
+            continue
+        if name in section:
+            raise ConfigError(f"tail_batching.{alias} and tail_batching.{name} are one key: set one of them.")
+        value = _scalar(f"tail_batching.{alias}", section.pop(alias), float)
+        if name == "eta_responses":
+            rollout = tree.get("rollout")
+            n = rollout.get("n") if isinstance(rollout, dict) else None
+            num_responses = RolloutConfig().n if n is None else _scalar("rollout.n", n, int)
+            if value < num_responses:
+                raise ConfigError(
+                    f"tail_batching.{alias}={value:g}: must be at least rollout.n={num_responses}, the responses to train."
+                )
+            value /= num_responses
+        section[name] = value
 
 
 def is_overlay(word: str) -> bool:

@@ -233,32 +233,6 @@ def append_validation(run_dir: Path, row: Mapping[str, Metric | str]) -> dict[st
     return plain
 
 
-def length_metrics(lengths: Sequence[int], cap: int) -> dict[str, Metric]:
-    """The response_length/* keys, in tokens, of a step's responses.
-
-    Percentiles interpolate linearly; `clip_ratio` is the share of responses as long as the cap. No response: all None.
-    """
-    names = ("mean", "max", "min", "p50", "p95", "p99", "clip_ratio")
-    if not len(lengths):
-        return {f"response_length/{name}": None for name in names}
-    array = np.asarray(lengths)
-    p50, p95, p99 = (float(p) for p in np.percentile(array, (50, 95, 99)))
-    values = (float(array.mean()), int(array.max()), int(array.min()), p50, p95, p99, float((array >= cap).mean()))
-    return {f"response_length/{name}": value for name, value in zip(names, values, strict=True)}
-
-
-def spread(prefix: str, values: Sequence[float]) -> dict[str, Metric]:
-    """`<prefix>/mean`, `/max` and `/min` of `values`; None where there is none."""
-    if not len(values):
-        return {f"{prefix}/{name}": None for name in ("mean", "max", "min")}
-    array = np.asarray(values, dtype=np.float64)
-    return {
-        f"{prefix}/mean": float(array.mean()),
-        f"{prefix}/max": float(array.max()),
-        f"{prefix}/min": float(array.min()),
-    }
-
-
 def _finite(name: str, value: Any) -> Metric:
     """A number as JSON knows it: NumPy's become Python's, what is not finite becomes null."""
     if value is None:

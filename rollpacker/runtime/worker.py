@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import sys
@@ -11,17 +12,13 @@ from typing import Any
 
 from rollpacker.comm.groups import ParallelRanks
 from rollpacker.comm.world import World, init_torch_distributed, is_user_terminal
-from rollpacker.config import Config, ConfigError
+from rollpacker.config import Config, ConfigError, FilterConfig
 from rollpacker.config_file import to_yaml
 from rollpacker.data.prompts import PromptDataset, PromptOrder, load_examples
 from rollpacker.model_shape import ModelShape, read_model_shape
 from rollpacker.platform.device import Platform, select_platform
-from rollpacker.policy.audit import SampleAudit
+from rollpacker.policy.assembly import build_controller
 from rollpacker.policy.controller import StepController
-from rollpacker.policy.dynamic_sampling import DynamicSampling
-from rollpacker.policy.filters import ZeroVarianceFilter
-from rollpacker.policy.plain import KeepEverything, PlainComposer, RequestFactory
-from rollpacker.policy.routing import RequestRouter
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.profiling.trace import TraceWriter
 from rollpacker.runtime.backend import ClusterBackend, Parts
@@ -46,6 +43,7 @@ from rollpacker.training.optimizer import build_lr_schedule, build_optimizer
 from rollpacker.training.policy_update import PolicyUpdate
 from rollpacker.training.reference import ReferenceWeights
 from rollpacker.training.trainer import Trainer
+from rollpacker.types import Prompt
 from rollpacker.weights.hf import write_hf_folder
 from rollpacker.weights.refit import MegatronWeights
 
@@ -227,33 +225,15 @@ class Worker:
         return Trainer(model, optimizer, schedule, self.config, self.checked.shape, ranks, platform)
 
     def _build_controller(self) -> StepController:
-        config, checked = self.config, self.checked
-        factory = RequestFactory(
-            RequestRouter(self.world.size // config.rollout.tensor_model_parallel_size),
-            num_responses=config.rollout.n,
-            max_tokens=config.data.max_response_length,
-            seed=config.trainer.seed,
+        config, replay, by_id = self.config, self.checked.replay, self.checked.dataset.by_id
+        if replay is not None:  # a dump holds what its run has trained
+            config = dataclasses.replace(config, filter=FilterConfig())
+        return build_controller(
+            config,
+            replay or self._prompt_order(),
+            num_gpus=self.world.size,
+            prompt_of=lambda name, epoch: Prompt(name, by_id[name].token_ids, by_id[name].domain, epoch),
         )
-        sizes = {
-            "train_batch_size": config.data.train_batch_size,
-            "tensor_model_parallel_size": config.rollout.tensor_model_parallel_size,
-        }
-        # Without a race every group shows the law of the samples, so every group is audited.
-        options = {
-            "reward_timeout_s": config.reward.timeout_s,
-            "audit": SampleAudit(fraction=1.0, seed=config.trainer.seed),
-        }
-        if config.filter.mode == "off" or checked.replay is not None:  # a dump holds what its run has trained
-            composer = PlainComposer(checked.replay or self._prompt_order(), factory, **sizes)
-            return StepController(composer, KeepEverything(), **options)
-        sampling = DynamicSampling(
-            self._prompt_order(),
-            factory,
-            ZeroVarianceFilter(),
-            max_launched_ratio=config.filter.max_launched_ratio,
-            **sizes,
-        )
-        return StepController(sampling, sampling, **options)
 
     def _prompt_order(self) -> PromptOrder:
         config = self.config
