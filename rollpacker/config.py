@@ -278,8 +278,8 @@ class ClusterConfig:
     )
     step_overhead_ms: float = key(2.0, "Part of each decode step that no GPU makes shorter, in ms (not with a table).")
     train_mfu: float = key(0.35, "Share of the GPU's FLOP/s that training reaches.")
-    train_s_per_sample: float | None = key(
-        None, "Seconds that all GPUs take to train one response, whatever its length; null = from FLOPs and train_mfu."
+    train_gpu_s_per_sample: float | None = key(
+        None, "GPU-seconds that training one response takes, whatever its length; null = from FLOPs and train_mfu."
     )
     offload_trainer: bool = key(
         False, "The trainer leaves the GPUs during the rollout (verl's way), which takes time and frees memory for KV."

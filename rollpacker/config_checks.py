@@ -42,7 +42,7 @@ _AT_LEAST: dict[str, float] = {
     "workload.sigma_within": 0,
     "workload.sigma_between": 0,
     "cluster.step_overhead_ms": 0,
-    "cluster.train_s_per_sample": 0,
+    "cluster.train_gpu_s_per_sample": 0,
     "rollout.kv_cache_gib": 1,
     "rollout.max_num_batched_tokens": 1,
     "training.weight_decay": 0,

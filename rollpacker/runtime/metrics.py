@@ -125,11 +125,11 @@ SAMPLE_FIELDS: tuple[str, ...] = (
 _KNOWN = frozenset(METRIC_NAMES)
 
 
-def prepare_run_dir(path: str | Path, resolved_yaml: str) -> Path | None:
+def prepare_run_dir(path: str | Path, resolved_yaml: str, key: str = "trainer.default_local_dir=") -> Path | None:
     """Create the run directory and write config.yaml; on one rank only.
 
     A directory that holds a metrics.jsonl is a run: it is moved to `<path>.1`, `.2`, ... (the first free name). Returns
-    where the earlier run has gone, None if there was none. Raises ConfigError when the directory cannot be written.
+    where the earlier run has gone, None if there was none. Raises ConfigError, opened by `key`, when it cannot be written.
     """
     run_dir = Path(path).absolute()
     moved_to = None
@@ -142,12 +142,12 @@ def prepare_run_dir(path: str | Path, resolved_yaml: str) -> Path | None:
     except (FileExistsError, NotADirectoryError) as error:
         in_the_way = next((p for p in (*reversed(run_dir.parents), run_dir) if p.exists() and not p.is_dir()), run_dir)
         raise ConfigError(
-            f"trainer.default_local_dir={path}: {in_the_way} is a file, expected a directory. Remove or rename the "
+            f"{key}{path}: {in_the_way} is a file, expected a directory. Remove or rename the "
             "file, or choose another directory."
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"trainer.default_local_dir={path}: cannot write there ({error.strerror}: {error.filename}). Choose a "
+            f"{key}{path}: cannot write there ({error.strerror}: {error.filename}). Choose a "
             "directory that you may write, or change its permissions."
         ) from error
     return moved_to

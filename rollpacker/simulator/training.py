@@ -53,9 +53,9 @@ class TrainingCost:
     def times(self, update: UpdatePlan) -> UpdateTimes:
         """The stages of one update."""
         lengths = [len(r.request.prompt.token_ids) + r.num_tokens for g in update.groups for r in g.responses]
-        per_sample = self._config.cluster.train_s_per_sample
+        per_sample = self._config.cluster.train_gpu_s_per_sample
         if per_sample is not None:
-            seconds = per_sample * len(lengths)
+            seconds = per_sample * len(lengths) / (self._num_replicas * self._replica_gpus)
             return UpdateTimes(None, None, seconds, (seconds,) * self._num_replicas)
         forward = self._forward_s(lengths)
         recompute = self._config.training.recompute_granularity is not None
