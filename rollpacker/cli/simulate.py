@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, overrides, prompts=None)
     simulation = Simulation(config)
     console = _console()
-    console.print(_describe(config, simulation), end="")
+    console.print(_describe(config, simulation), end="", soft_wrap=True)
     recorder, moved_to = _simulate(simulation, arguments.out)
     summary = recorder.summary(simulation.workload)
     console.print(_summary_table(config, recorder, summary))
@@ -112,12 +112,12 @@ def _sweep(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             f"{summary.step_s:,.1f}",
             f"{summary.bubble_ratio:.3f}",
             f"{summary.wasted_token_ratio:.3f}",
-            _share(summary.coverage_p95),
-            _share(summary.own_coverage_p95),
+            f"{summary.coverage_p95:.2f}",
+            f"{summary.own_coverage_p95:.2f}",
             f"{summary.long_round_share:.3f}",
         )
     console = _console()
-    console.print(_describe(runs[0].config, runs[0]), end="")
+    console.print(_describe(runs[0].config, runs[0]), end="", soft_wrap=True)
     console.print(table)
     if arguments.out is not None:
         (Path(arguments.out) / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -133,10 +133,11 @@ def _describe(config: Config, simulation: Simulation) -> str:
     model_gpus *= training.context_parallel_size
     mode = config.tail_batching.mode
     race = config.tail_batching
+    capacity = cluster.capacity_tokens(size)
     facts = [
         f"model     {config.model.path}, {cluster.shape.num_parameters() / 1e9:.1f} B parameters",
         f"cluster   {cluster.num_gpus} x {config.cluster.gpu}, {cluster.gpus_per_node} a node",
-        f"rollout   TP {size} x {cluster.num_gpus // size} replicas, {cluster.capacity_tokens(size):,} tokens of KV cache each",
+        f"rollout   TP {size} x {cluster.num_gpus // size} replicas, KV cache of {capacity:,} tokens each",
         f"training  TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size} x CP "
         f"{training.context_parallel_size} x DP {cluster.num_gpus // model_gpus}",
         *_describe_workload(config, simulation),
@@ -162,9 +163,10 @@ def _describe_workload(config: Config, simulation: Simulation) -> list[str]:
         if workload.num_over_cap:
             extra.append(f"          {workload.num_over_cap} measured responses are longer than the cap, and cut")
     p50, p95 = np.percentile(lengths, (50, 95))
+    at_cap = (lengths >= cap).mean()
     facts = (
         f"workload  {source}: {len(workload.prompts):,} prompts, ICC {'n/a' if icc is None else f'{icc:.2f}'}, mean "
-        f"{lengths.mean():,.0f} tokens, median {p50:,.0f}, 95 % {p95:,.0f}, {(lengths >= cap).mean():.1%} at the cap of {cap:,}"
+        f"{lengths.mean():,.0f} tokens, median {p50:,.0f}, 95 % {p95:,.0f}, at the cap of {cap:,} {at_cap:.1%}"
     )
     return [facts, *extra]
 
@@ -174,15 +176,16 @@ def _summary_table(config: Config, recorder: Recorder, summary: Summary) -> Tabl
     table = _table("", "")
     table.show_header = False
     num_steps = totals.num_samples / (config.data.train_batch_size * config.rollout.n)
+    rounds = f"{totals.num_rounds} ({totals.num_long_rounds} LONG)"
     rows = {
-        "rounds": f"{totals.num_rounds} ({totals.num_long_rounds} LONG), {totals.num_samples:,} samples = {num_steps:.4g} steps",
+        "rounds": f"{rounds}, {totals.num_samples:,} samples = {num_steps:.4g} steps",
         "rollout": f"{summary.rollout_s_per_step:,.1f} s a step",
         "step": f"{summary.step_s:,.1f} s ({1e3 * totals.step_s / totals.num_samples:,.1f} ms per trained sample)",
         "rollout bubble": f"{summary.bubble_ratio:.1%} of the GPU time",
         "wasted tokens": f"{summary.wasted_token_ratio:.1%}",
         "preemptions": f"{totals.num_preemptions:,}",
-        "coverage c(.95)": f"{_share(summary.coverage_p95)} of the longest 5 % of all responses are trained",
-        "own coverage o(.95)": f"{_share(summary.own_coverage_p95)} of each prompt's own longest 5 %",
+        "coverage c(.95)": f"{summary.coverage_p95:.2f} of the longest 5 % of all responses are trained",
+        "own coverage o(.95)": f"{summary.own_coverage_p95:.2f} of each prompt's own longest 5 %",
     }
     for name, value in rows.items():
         table.add_row(name, value)
@@ -190,10 +193,6 @@ def _summary_table(config: Config, recorder: Recorder, summary: Summary) -> Tabl
     if queued:
         table.add_row("still queued", f"{queued} prompts, not trained")
     return table
-
-
-def _share(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.2f}"
 
 
 def _table(*titles: str) -> Table:

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from rollpacker.config import Config
 from rollpacker.messages import UpdatePlan
 from rollpacker.profiling.bubbles import idle_ratio, reward_bubble_ratio, rollout_bubble_ratio
 from rollpacker.profiling.rows import length_metrics, rollout_metrics, sample_rows, spread
 from rollpacker.profiling.trace import Span, TraceWriter
-from rollpacker.simulator.law import LawCheck
+from rollpacker.simulator.law import coverage, own_coverage
 from rollpacker.simulator.training import UpdateTimes
 from rollpacker.simulator.workload import Workload
 from rollpacker.types import Request, RoundKind
@@ -80,8 +82,8 @@ class Summary:
     step_s: float
     bubble_ratio: float
     wasted_token_ratio: float
-    coverage_p95: float | None
-    own_coverage_p95: float | None
+    coverage_p95: float
+    own_coverage_p95: float
     long_round_share: float
 
     def to_json(self) -> str:
@@ -101,7 +103,7 @@ class _Totals:
     idle_s: float = 0.0
     num_generated: int = 0
     num_trained_tokens: int = 0
-    groups: list[tuple[int, ...]] = field(default_factory=list)
+    trained: list[tuple[str, int]] = field(default_factory=list)  # prompt id, tokens
 
 
 class Recorder:
@@ -130,7 +132,7 @@ class Recorder:
         totals.idle_s += size * sum(done.idle_s)
         totals.num_generated += update.stats.num_tokens_generated
         totals.num_trained_tokens += update.num_tokens
-        totals.groups += [tuple(r.num_tokens for r in group.responses) for group in update.groups]
+        totals.trained += [(g.prompt.prompt_id, r.num_tokens) for g in update.groups for r in g.responses]
         if self._rows is not None:
             self._rows.write(self._metrics(update, facts))
             self._rows.write_samples(sample_rows(update, done.launch_s, update.step - 1))
@@ -140,21 +142,20 @@ class Recorder:
                 self._trace.add_counter(rank, "engine_busy_s", facts.end_s, done.busy_s[rank // size])
 
     def summary(self, workload: Workload) -> Summary:
-        """The whole run. Raises ValueError where no step was made."""
+        """The whole run. Raises ValueError where nothing was trained."""
         totals, data = self.totals, self._config.data
-        if not totals.num_rounds:
-            raise ValueError("no step was simulated")
+        if not totals.num_samples:
+            raise ValueError("nothing was trained")
         num_steps = totals.num_samples / (data.train_batch_size * self._config.rollout.n)
-        size = self._config.rollout.n
-        num_responses = LawCheck.num_responses(len(workload.prompts), size)
-        law = LawCheck(workload.reference(num_responses), size)
+        which = np.array([workload.position[prompt_id] for prompt_id, _ in totals.trained])
+        lengths = np.array([tokens for _, tokens in totals.trained])
         return Summary(
             rollout_s_per_step=totals.rollout_s / num_steps,
             step_s=totals.step_s / num_steps,
             bubble_ratio=1 - totals.busy_s / (totals.busy_s + totals.idle_s),
             wasted_token_ratio=1 - totals.num_trained_tokens / totals.num_generated,
-            coverage_p95=law.coverage(totals.groups, 0.95),
-            own_coverage_p95=law.own_coverage(totals.groups, 0.95),
+            coverage_p95=coverage(workload, lengths, 0.95),
+            own_coverage_p95=own_coverage(workload, which, lengths, 0.95),
             long_round_share=totals.num_long_rounds / totals.num_rounds,
         )
 

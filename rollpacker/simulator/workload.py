@@ -27,6 +27,7 @@ from rollpacker.types import Request
 
 Ints = NDArray[np.int64]
 
+_ERFC = np.frompyfunc(math.erfc, 1, 1)
 DEFAULT_NUM_STEPS = 40
 """Prompts of an epoch, in steps, where the config does not say: as in the paper's runs."""
 
@@ -55,6 +56,7 @@ class Workload(Protocol):
     """The prompts of an epoch and the law of their responses."""
 
     prompts: list[tuple[str, tuple[int, ...], str]]
+    position: dict[str, int]  # of each prompt id in them
 
     def lengths(self, requests: Sequence[Request]) -> Ints:
         """Response tokens of each request, capped."""
@@ -63,7 +65,10 @@ class Workload(Protocol):
         """1 where the response is right, else 0."""
 
     def reference(self, num_responses: int) -> Ints:
-        """The true law: `num_responses` unraced lengths of each prompt, [prompts, responses]; the same in every call."""
+        """`num_responses` unraced lengths of each prompt, [prompts, responses]; the same in every call."""
+
+    def survival(self, which: Ints, lengths: Ints) -> Floats:
+        """The true law: the probability that a response of prompt `which[i]` is longer than `lengths[i]`."""
 
 
 def build_workload(config: Config) -> Workload:
@@ -117,24 +122,32 @@ class LognormalWorkload:
         self._accuracy = _accuracies(config.workload.accuracy, count, rng)
         tokens = (0,) * config.workload.prompt_tokens
         self.prompts = [(f"p{i}", tokens, "default") for i in range(count)]
-        self._position = {name: i for i, (name, _, _) in enumerate(self.prompts)}
+        self.position = {name: i for i, (name, _, _) in enumerate(self.prompts)}
 
     def lengths(self, requests: Sequence[Request]) -> Ints:
         """Response tokens of each request, capped."""
-        which, seeds = _which(requests, self._position)
+        which, seeds = _which(requests, self.position)
         return self._draw(which, normal(seeds, LENGTH), uniform(seeds, AT_CAP))
 
     def scores(self, requests: Sequence[Request], lengths: Ints) -> Floats:
         """Right with the prompt's own success rate; a response that was cut at the cap is wrong."""
-        which, seeds = _which(requests, self._position)
+        which, seeds = _which(requests, self.position)
         return ((uniform(seeds, SCORE) < self._accuracy[which]) & (lengths < self._cap)).astype(np.float64)
 
     def reference(self, num_responses: int) -> Ints:
-        """The true law, from noise that no request uses."""
+        """Lengths from noise that no request uses."""
         rng = np.random.default_rng([self._seed, 1])
         shape = len(self.prompts), num_responses
         which = np.repeat(np.arange(shape[0])[:, None], num_responses, axis=1)
         return self._draw(which, rng.standard_normal(shape), rng.random(shape))
+
+    def survival(self, which: Ints, lengths: Ints) -> Floats:
+        """The true law; a length is a rounded-up lognormal number."""
+        sigma = max(self._law.sigma_within, 1e-9)
+        score = (np.log(np.maximum(lengths, 1)) - self._mu[which]) / (sigma * math.sqrt(2))
+        at_cap = self._at_cap[which]
+        found = at_cap + (1 - at_cap) * 0.5 * _ERFC(score).astype(np.float64)
+        return np.where(lengths < 1, 1.0, np.where(lengths >= self._cap, 0.0, found))
 
     def _draw(self, which: Ints, noise: Floats, luck: Floats) -> Ints:
         tokens = np.ceil(np.exp(np.minimum(self._mu[which] + self._law.sigma_within * noise, 30.0)))
@@ -160,6 +173,9 @@ class MeasuredWorkload:
         flat = np.array([n for p in measured for n in p.response_tokens], dtype=np.int64)
         self.num_over_cap = int((flat > self._cap).sum())
         self._tokens: Ints = np.minimum(flat, self._cap)
+        # prompt-major and sorted within each prompt, as one rising list: prompt x stride + tokens
+        self._stride = self._cap + 1
+        self._ranked: Ints = np.sort(np.repeat(np.arange(len(measured)), self._counts) * self._stride + self._tokens)
         self._accuracy = _accuracies(config.workload.accuracy, len(measured), rng)
         self._correct = self._correct_flags()
         default = config.workload.prompt_tokens
@@ -168,7 +184,7 @@ class MeasuredWorkload:
         for place, source in enumerate(self._source):
             copy, name = place // len(measured), measured[source].name
             self.prompts.append((f"{name}/{copy}" if copy else name, prompt_tokens[source], "default"))
-        self._position = {name: i for i, (name, _, _) in enumerate(self.prompts)}
+        self.position = {name: i for i, (name, _, _) in enumerate(self.prompts)}
 
     def _correct_flags(self) -> Floats | None:
         """Of each measured response; None where the file does not say for all of them."""
@@ -184,19 +200,26 @@ class MeasuredWorkload:
         """What was measured with that length, or the prompt's own success rate."""
         if self._correct is not None:
             return self._correct[self._picked(requests)]
-        which, seeds = _which(requests, self._position)
+        which, seeds = _which(requests, self.position)
         return ((uniform(seeds, SCORE) < self._accuracy[self._source[which]]) & (lengths < self._cap)).astype(
             np.float64
         )
 
     def reference(self, num_responses: int) -> Ints:
-        """The true law, from noise that no request uses."""
+        """Lengths from noise that no request uses."""
         rng = np.random.default_rng([self._seed, 1])
         luck = rng.random((len(self.prompts), num_responses))
         return self._tokens[self._pick(self._source[:, None], luck)]
 
+    def survival(self, which: Ints, lengths: Ints) -> Floats:
+        """The true law: what was measured."""
+        source = self._source[which]
+        num_up_to = np.searchsorted(self._ranked, source * self._stride + np.minimum(lengths, self._cap), side="right")
+        found: Floats = 1.0 - (num_up_to - self._offsets[source]) / self._counts[source]
+        return found
+
     def _picked(self, requests: Sequence[Request]) -> Ints:
-        which, seeds = _which(requests, self._position)
+        which, seeds = _which(requests, self.position)
         return self._pick(self._source[which], uniform(seeds, LENGTH))
 
     def _pick(self, source: Ints, luck: Floats) -> Ints:
