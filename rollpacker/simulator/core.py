@@ -202,7 +202,7 @@ class SimulatedBackend:
             return
         size = this.plan.tensor_model_parallel_size
         for replica in sorted(this.dirty):
-            started, first_token_s = this.replicas[replica].schedule()
+            started, first_token_s = this.replicas[replica].schedule(self.now_s)
             if started and self._tells_starts:
                 self._push(this, first_token_s, replica * size, started)
             next_s = this.replicas[replica].next_event_s

@@ -75,7 +75,7 @@ class Replica:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks in use."""
+        """Share of the blocks that the next step needs; above 1 only where a preemption is due."""
         return self._blocks() / self._capacity_blocks
 
     def add(
@@ -127,12 +127,16 @@ class Replica:
         self._remove(index)
         return tokens
 
-    def schedule(self) -> tuple[list[int], float]:
-        """Decide the next steps: preempt, admit, find the next event. Who gets a first token, and when."""
+    def schedule(self, now_s: float) -> tuple[list[int], float]:
+        """Decide the next steps: preempt, admit, find the next event. Who gets a first token, and when.
+
+        While a step is being completed, its end is the next event, and nothing is decided before.
+        """
         started: list[int] = []
         self.next_event_s, self._span = math.inf, 0
-        if self._next_finish() == self.step:
-            self.next_event_s = self.time_s
+        if self.time_s > now_s or self._next_finish() == self.step:
+            self.next_event_s = self.time_s if self._entries else math.inf
+            self._note_period()
             return started, self.time_s
         num_preemptions = self.num_preemptions
         while self._blocks() > self._capacity_blocks:

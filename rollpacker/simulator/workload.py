@@ -152,7 +152,8 @@ class LognormalWorkload:
     def _draw(self, which: Ints, noise: Floats, luck: Floats) -> Ints:
         tokens = np.ceil(np.exp(np.minimum(self._mu[which] + self._law.sigma_within * noise, 30.0)))
         tokens[luck < self._at_cap[which]] = self._cap
-        return np.clip(tokens, 1, self._cap).astype(np.int64)
+        capped: Ints = np.clip(tokens, 1, self._cap).astype(np.int64)
+        return capped
 
 
 class MeasuredWorkload:

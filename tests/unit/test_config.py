@@ -76,7 +76,7 @@ def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
         ("training.lr=.inf", "expected a number"),
         ("trainer.deterministic=1", "expected true or false"),
         ("training.dtype=fp16", "expected one of fp32, bf16"),
-        ("tail_batching.mode=paper", "expected one of off"),
+        ("tail_batching.mode=exact", "expected one of off, paper"),
         ("rollout.n=1", "a group of one has no advantage"),
         ("rollout.temperature=0", "must be above 0"),
         ("rollout.top_p=0.9", "Set algorithm.mismatch_correction=tis"),
