@@ -34,6 +34,7 @@ from rollpacker.policy.audit import SampleAudit
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.filters import ZeroVarianceFilter
 from rollpacker.policy.planner import SchedulePlanner
+from rollpacker.policy.scale_down import ScaleDownPolicy
 from rollpacker.policy.tail_batching import TailBatchOptions, TailBatchScheduler
 from rollpacker.types import Prompt, Request
 
@@ -85,6 +86,7 @@ class VirtualRollout:
         self.running: dict[int, tuple[int, int]] = {}  # index -> ticks of its start and of its end
         self.num_running: dict[int, int] = {}
         self.gone: set[int] = set()
+        self.freed: tuple[int, ...] = ()
         self.heap: list[tuple[int, int, int, str, object]] = []  # tick, rank, order, kind, what
         self.order = 0
         self.new_tokens = 0
@@ -130,6 +132,9 @@ class VirtualRollout:
             reward = self.workload.reward(self.step, action.request)
             self._push(self.now + reward.ticks, action.request.replica, "reward", (action.request.index, reward))
         elif isinstance(action, LaunchRequests):
+            assert not any(r.replica in self.freed for r in action.requests), (
+                "a replica that trains decodes nothing new"
+            )
             self._add(action.requests)
         elif isinstance(action, AbortRequest):
             self.gone.add(action.request.index)
@@ -139,8 +144,12 @@ class VirtualRollout:
                 self._leave(action.request, self.now)
         elif isinstance(action, EndRound):
             self.is_open = False
+        elif isinstance(action, ScaleDown):
+            moved = [index for index, _ in action.migrations]
+            assert not self.gone.intersection(moved), "an aborted request has nothing to migrate"
+            self.freed = action.freed_replicas
         else:
-            assert isinstance(action, TrainGroup | RejectGroup | ScaleDown)
+            assert isinstance(action, TrainGroup | RejectGroup)
 
     def apply_update(self, update: UpdatePlan) -> None:
         self.rounds[-1].update = update
@@ -213,6 +222,7 @@ class Setting:
     drops_failed: bool = False
     num_gpus: int = 4
     schedule: tuple[int, ...] = (1,)
+    kv_capacity_tokens: int | None = None  # scale-down in all rounds, where it is given
     seed: int = 0
 
     def build(self) -> tuple[StepController, TailBatchScheduler, PromptOrder]:
@@ -244,7 +254,16 @@ class Setting:
             audit=audit,
             group_filter=ZeroVarianceFilter() if self.has_filter else None,
         )
-        controller = StepController(scheduler, scheduler, reward_timeout_s=9.0, audit=audit)
+        scale_down = None
+        if self.kv_capacity_tokens is not None:
+            scale_down = ScaleDownPolicy(
+                num_gpus=self.num_gpus,
+                training_replica_size=1,
+                capacity_tokens=lambda tp: self.kv_capacity_tokens,
+                predict=lambda prompt: 50.0,
+                all_rounds=True,
+            )
+        controller = StepController(scheduler, scheduler, reward_timeout_s=9.0, audit=audit, scale_down=scale_down)
         return controller, scheduler, order
 
     def run(self, workload: Workload) -> VirtualRollout:

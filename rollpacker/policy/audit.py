@@ -74,9 +74,12 @@ class SampleAudit:
                 self._audited.add(lengths)
 
     def icc(self) -> float | None:
-        """Share of the variance of log length that lies between prompts; slightly negative by chance where it is 0."""
+        """Share of the variance of log length that lies between prompts; slightly negative by chance where it is 0.
+
+        None where it cannot be told: too few groups, groups of one response, or no variance at all.
+        """
         audited = self._audited
-        if audited.num_groups < MIN_GROUPS:
+        if audited.num_groups < MIN_GROUPS or audited.group_size < 2:
             return None
         within = audited.sum_within / audited.num_groups
         spread = audited.sum_squared_mean - audited.sum_mean**2 / audited.num_groups

@@ -206,9 +206,11 @@ class StepController:
             state.rewards[index] = event
             state.num_scored_of[request.prompt.key] = state.num_scored_of.get(request.prompt.key, 0) + 1
             actions = list(self._selection.on_scored(state, request))
-        for action in actions:
-            self._note(state, action)
-            self._fold(_gist(action))
+        self._book(state, actions)
+        if self._scale_down is not None and isinstance(event, RequestFinished):
+            more = self._scale_down.on_finished(state)  # it sees what the selection has just aborted
+            self._book(state, more)
+            actions += more
         return actions
 
     def _on_finished(self, state: RoundState, request: Request, event: RequestFinished) -> list[Action]:
@@ -223,8 +225,6 @@ class StepController:
         state.sum_timeout_s += max(case_timeouts_s, default=self._reward_timeout_s)
         actions: list[Action] = [ScoreResponse(request, self._reward_timeout_s, case_timeouts_s)]
         actions += self._selection.on_finished(state, request)
-        if self._scale_down is not None:
-            actions += self._scale_down.on_finished(state)
         return actions
 
     def _note_progress(self, state: RoundState, event: EngineProgress) -> None:
@@ -233,6 +233,11 @@ class StepController:
         state.kv_cache_usage_of[replica] = event.kv_cache_usage
         state.num_tokens_generated += event.num_new_tokens
         state.num_preemptions += event.num_preemptions
+
+    def _book(self, state: RoundState, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._note(state, action)
+            self._fold(_gist(action))
 
     def _note(self, state: RoundState, action: Action) -> None:
         """Book an action that a policy has taken."""

@@ -55,6 +55,22 @@ def test_nothing_is_reported_from_fewer_than_32_audit_groups() -> None:
     assert report.num_groups == 32 and report.icc is not None and report.own_coverage_p95 is not None
 
 
+def test_an_own_prompt_deviation_is_from_the_mean_of_the_others() -> None:
+    """By hand: of 1, 1 and 64 tokens the last is log 64 above the others, which are log 8 below theirs."""
+    audit = SampleAudit(fraction=1.0, seed=0)
+    audit.add_trained([group("p", [1, 1, 64])])
+    bins = audit.state_dict()["trained"]["deviations"]
+    assert bins == [(-round(math.log(8) * 256), 2), (round(math.log(64) * 256), 1)]
+
+
+def test_one_response_a_prompt_has_neither_icc_nor_own_coverage() -> None:
+    audit = SampleAudit(fraction=1.0, seed=0)
+    audit.add_trained([group(f"p{i}", [1 + i]) for i in range(40)])
+    report = audit.report()
+    assert (report.icc, report.own_coverage_p95) == (None, None)
+    assert report.coverage_p95 == pytest.approx(1.0)
+
+
 def test_where_every_group_is_audited_every_coverage_is_1() -> None:
     """So the rule for ties and bins adds nothing of its own; half of the responses are at the cap here."""
     for cap in (10**6, 400):

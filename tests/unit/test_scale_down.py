@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_rollout import Setting, VirtualRollout, Workload
+from virtual_rollout import Reward, Setting, VirtualRollout, Workload
 
 from rollpacker.loop import run
-from rollpacker.messages import ScaleDown
+from rollpacker.messages import LaunchRequests, ScaleDown
 from rollpacker.model_shape import ModelShape
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.kv_cache import kv_bytes_per_token, kv_capacity_tokens, projected_peak_tokens
@@ -152,6 +152,22 @@ def test_short_rounds_scale_down_only_if_asked() -> None:
         rollout = VirtualRollout(Workload(lambda step, request: 10 + request.index))
         run(1, controller, rollout)
         assert any(isinstance(a, ScaleDown) for a in rollout.rounds[0].actions) is all_rounds
+
+
+def test_what_a_filter_launches_after_a_scale_down_stays_off_the_freed_replicas() -> None:
+    """The scale-down is at a fifth of the requests, the rejections that ask for more come after it."""
+    setting = Setting(num_prompts=60, batch=8, has_filter=True, kv_capacity_tokens=10**6)
+    rollout = setting.run(Workload(lambda step, request: 10 + request.index, lambda s, r: Reward(1.0, ticks=40)))
+    log = rollout.rounds[0]
+    kinds = [type(a) for a in log.actions if isinstance(a, ScaleDown | LaunchRequests)]
+    assert kinds[0] is ScaleDown and kinds.count(LaunchRequests) > 4  # the rollout checks the replicas
+
+
+def test_a_race_migrates_nothing_that_it_has_just_aborted() -> None:
+    """One response of two ends a prompt here, so the milestone's own event aborts a request."""
+    setting = Setting(num_prompts=20, batch=8, n=1, eta_prompts=1.0, eta_responses=2.0, kv_capacity_tokens=10**6)
+    rollout = setting.run(Workload(lambda step, request: 10 + request.index))  # the rollout checks the migrations
+    assert any(isinstance(a, ScaleDown) and a.migrations for a in rollout.rounds[0].actions)
 
 
 @pytest.mark.parametrize(("free", "resident"), [(10_000, 10), (100, 10), (99, 7), (70, 4), (28, 0)])

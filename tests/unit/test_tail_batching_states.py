@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from rollpacker.messages import (
     AbortRequest,
     Action,
     EndRound,
+    EngineProgress,
     Event,
     LaunchRequests,
     RejectGroup,
@@ -26,6 +28,7 @@ from rollpacker.messages import (
     RequestStarted,
     RewardDone,
     RoundPlan,
+    ScaleDown,
     ScoreResponse,
     TrainGroup,
     UpdatePlan,
@@ -48,7 +51,8 @@ settings_of_a_run = st.builds(
     has_filter=st.booleans(),
     max_launched_ratio=st.sampled_from([1.0, 2.0, 4.0]),
     drops_failed=st.booleans(),
-    num_gpus=st.integers(1, 3),
+    num_gpus=st.integers(1, 4),
+    kv_capacity_tokens=st.sampled_from([None, 200, 10**6]),
     seed=st.integers(0, 10),
 )
 
@@ -153,11 +157,14 @@ class TailBatchMachine(RuleBasedStateMachine):
                 self.unscored.append(action.request)
             elif isinstance(action, LaunchRequests):
                 self.idle += action.requests
+                assert not any(r.replica in self.controller.round.freed_replicas for r in action.requests)
             elif isinstance(action, AbortRequest):
                 pool = self.idle if action.request in self.idle else self.running
                 pool.remove(action.request)
                 if pool is self.running:
                     self.leaving.append(action.request)
+            elif isinstance(action, ScaleDown):
+                self._migrate(action)
         if any(isinstance(a, EndRound) for a in actions):
             assert not self.idle and not self.running, "what ends a round leaves no request in an engine"
             for request in self.leaving[::2]:
@@ -167,12 +174,22 @@ class TailBatchMachine(RuleBasedStateMachine):
             self.books.round_ends(self.plan, self.events, self.actions, update, self.controller.state_dict())
             self._next_round()
 
+    def _migrate(self, action: ScaleDown) -> None:
+        assert sum(isinstance(a, ScaleDown) for a in self.actions) == 1, "once a round"
+        targets = dict(action.migrations)
+        alive = [*self.idle, *self.running]
+        assert targets.keys() == {r.index for r in alive if r.replica in action.freed_replicas}
+        for pool in (self.idle, self.running):
+            pool[:] = [replace(r, replica=targets.get(r.index, r.replica)) for r in pool]
+            assert not any(r.replica in action.freed_replicas for r in pool)
+
     @precondition(lambda self: self.plan is not None and self.idle)
     @rule(i=st.integers(0, 10**6))
     def start(self, i: int) -> None:
         request = self.idle.pop(i % len(self.idle))
         self.running.append(request)
         self._happen(RequestStarted(0.0, 0, request.index))
+        self._happen(EngineProgress(0.0, request.replica, 5, 0, len(self.running), 0.1, 5))
 
     @precondition(lambda self: self.plan is not None and self.running)
     @rule(i=st.integers(0, 10**6), tokens=st.integers(1, 1000))
