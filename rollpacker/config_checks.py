@@ -39,6 +39,13 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.overlong_penalty_factor": 0,
     "algorithm.mismatch_cap": 1,
     "filter.max_launched_ratio": 1,
+    "workload.num_prompts": 1,
+    "workload.prompt_tokens": 1,
+    "workload.median_tokens": 1,
+    "workload.sigma_within": 0,
+    "workload.sigma_between": 0,
+    "cluster.step_overhead_ms": 0,
+    "cluster.train_gpu_s_per_sample": 0,
     "rollout.kv_cache_gib": 1,
     "rollout.max_num_batched_tokens": 1,
     "training.weight_decay": 0,
@@ -69,10 +76,10 @@ def value_of(config: Config, dotted: str) -> Any:
     return functools.reduce(getattr, dotted.split("."), config)
 
 
-def validate(config: Config, prompts: str = "data.train_files") -> None:
+def validate(config: Config, prompts: str | None = "data.train_files") -> None:
     """Refuse what no machine could run: values out of range and keys that contradict each other.
 
-    `prompts` is the key of the files that the command cannot do without.
+    `prompts` is the key of the files that the command cannot do without, None where it needs none.
     """
     for dotted, bound in _AT_LEAST.items():
         value = value_of(config, dotted)
@@ -80,11 +87,12 @@ def validate(config: Config, prompts: str = "data.train_files") -> None:
             raise ConfigError(f"{dotted}={value}: must be at least {bound:g}.")
     if not config.model.path:
         raise ConfigError("model.path is not set: name the Hugging Face folder of the model to train.")
-    if not value_of(config, prompts):
+    if prompts is not None and not value_of(config, prompts):
         raise ConfigError(
             f"{prompts} is empty: name at least one .jsonl or .parquet file of prompts, {prompts}=[prompts.jsonl]."
         )
     _validate_domains(config.data.domains)
+    _validate_shares(config)
     for logger in config.trainer.logger:
         if logger not in _LOGGERS:
             raise ConfigError(f"trainer.logger holds {logger!r}: known loggers are {', '.join(_LOGGERS)}.")
@@ -112,6 +120,21 @@ def _validate_profiler(config: Config) -> None:
             f"profiler.tool={profiler.tool} with profiler.steps={profiler.steps}: a tool needs the steps to profile, and "
             "steps need a tool; set both, such as profiler.tool=torch profiler.steps=[2,3], or neither."
         )
+
+
+def _validate_shares(config: Config) -> None:
+    for dotted in (
+        "tail_batching.audit_fraction",
+        "workload.hard_share",
+        "workload.hard_cap_probability",
+        "workload.accuracy",
+        "cluster.train_mfu",
+    ):
+        value = value_of(config, dotted)
+        if value is not None and not 0 <= value <= 1:
+            raise ConfigError(f"{dotted}={value:g}: must be a share, 0 to 1.")
+    if config.cluster.train_mfu == 0:
+        raise ConfigError("cluster.train_mfu=0: must be above 0, or training would never end.")
 
 
 def _validate_sampling(config: Config) -> None:
@@ -177,10 +200,6 @@ def _validate_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.overlong_buffer_len={algorithm.overlong_buffer_len} is above data.max_response_length="
             f"{data.max_response_length}: even an empty response would be punished. Lower it."
-        )
-    if config.tail_batching.audit_fraction > 1:
-        raise ConfigError(
-            f"tail_batching.audit_fraction={config.tail_batching.audit_fraction:g}: a share of the prompts, at most 1."
         )
     if config.reward.on_error == "drop_group" and config.tail_batching.mode == "off":
         raise ConfigError(

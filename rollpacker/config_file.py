@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from rollpacker.config import Config, ConfigError, RolloutConfig, every_key
 from rollpacker.config_checks import validate
 
 _BASE = "base"
+_RACE = "tail_batching"
+_RACE_ALIASES = {"max_prompts_ratio": "eta_prompts", "max_num_return_sequences": "eta_responses"}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -36,11 +39,11 @@ def _mapping_without_duplicates(loader: _StrictLoader, node: yaml.MappingNode) -
 _StrictLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
 
 
-def load_config(path: str, overrides: list[str] | None = None, *, prompts: str = "data.train_files") -> Config:
+def load_config(path: str, overrides: list[str] | None = None, *, prompts: str | None = "data.train_files") -> Config:
     """Read a YAML file, lay further files and `section.key=value` overrides on it, check what needs no machine.
 
     A word of `overrides` that ends in .yaml is a file to lay on top: a recipe, for example. `prompts` is the key of the files
-    that the command cannot do without.
+    that the command cannot do without, None where it needs none.
     """
     tree = _read_with_base(Path(path), ())
     for word in overrides or []:
@@ -57,22 +60,36 @@ def load_config(path: str, overrides: list[str] | None = None, *, prompts: str =
 
 
 def _resolve_aliases(tree: dict[str, Any]) -> None:
-    """ROLL's names for the sizes of a race; its number of responses is absolute."""
-    section = tree.get("tail_batching")
+    """ROLL's names of the race: max_prompts_ratio, and max_num_return_sequences in responses instead of a factor."""
+    section = tree.get(_RACE)
     if not isinstance(section, dict):
         return
-    for alias, name in (("max_prompts_ratio", "eta_prompts"), ("max_num_return_sequences", "eta_responses")):
+    for alias, name in _RACE_ALIASES.items():
         if alias not in section:
             continue
         if name in section:
-            raise ConfigError(f"tail_batching.{alias} and tail_batching.{name} say the same; keep one.")
-        value = section.pop(alias)
-        if alias == "max_num_return_sequences":
+            raise ConfigError(f"{_RACE}.{alias} and {_RACE}.{name} are one key: set one of them.")
+        value = _scalar(f"{_RACE}.{alias}", section.pop(alias), float)
+        if name == "eta_responses":
             rollout = tree.get("rollout")
             n = rollout.get("n") if isinstance(rollout, dict) else None
-            value = _scalar("tail_batching.max_num_return_sequences", value, int)
-            value /= _scalar("rollout.n", RolloutConfig().n if n is None else n, int)
+            num_responses = RolloutConfig().n if n is None else _scalar("rollout.n", n, int)
+            if value < num_responses:
+                raise ConfigError(
+                    f"{_RACE}.{alias}={value:g}: must be at least rollout.n={num_responses}, the responses to train."
+                )
+            value /= num_responses
         section[name] = value
+
+
+def _forget_other_names(tree: dict[str, Any], names: Iterable[str]) -> None:
+    """A key that is about to be set under one of its names in the section of the race: the other one counts no more."""
+    section = tree.get(_RACE)
+    if isinstance(section, dict):
+        for alias, name in _RACE_ALIASES.items():
+            for given, other in ((alias, name), (name, alias)):
+                if given in names:
+                    section.pop(other, None)
 
 
 def is_overlay(word: str) -> bool:
@@ -113,6 +130,8 @@ def _read_tree(path: Path) -> dict[str, Any]:
 
 def _lay_on(tree: dict[str, Any], overlay: dict[str, Any]) -> None:
     """Write the keys of `overlay` over those of `tree`, section by section."""
+    if isinstance(overlay.get(_RACE), dict):
+        _forget_other_names(tree, overlay[_RACE])
     for name, value in overlay.items():
         if isinstance(value, dict) and isinstance(tree.get(name), dict):
             _lay_on(tree[name], value)
@@ -129,6 +148,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = yaml.load(text, _StrictLoader) if text else None
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML.") from error
+    if parts[0] == _RACE:
+        _forget_other_names(tree, parts[1:2])
     for depth, name in enumerate(parts[:-1], start=1):
         if tree.get(name) is None:
             tree[name] = {}

@@ -24,7 +24,8 @@ Made from `rollpacker/config.py` by `python tools/describe_config.py > docs/conf
 `rollpacker eval`; what the command line overrides comes last. A word that ends in `.yaml` is a file to lay on top
 (`configs/recipes/`); `base: FILE` at the top of a file names the one it builds on. An unknown key is an error that names
 the nearest known one. With `--dry-run` the commands check everything and stop; that of `train` estimates the GPU memory
-([memory](memory.md)) and needs neither the GPUs nor the ranks of the job. A run writes its resolved config to
+([memory](memory.md)) and needs neither the GPUs nor the ranks of the job. `rollpacker simulate` reads the same files; the
+sections `workload` and `cluster` are for it alone ([simulator](simulator.md)). A run writes its resolved config to
 `config.yaml` in its run directory.
 """
 
@@ -52,6 +53,11 @@ NARROWER: dict[str, tuple[str, Any]] = {
     "rollout.val_kwargs.top_p": ("number above 0, at most 1", 0.0),
     "profiler.steps": ("list of whole numbers, at least 1", [0]),
     "profiler.ranks": ("list of whole numbers, at least 0", [-1]),
+    "tail_batching.audit_fraction": ("number, 0 to 1", 1.5),
+    "workload.hard_share": ("number, 0 to 1, or null", -0.1),
+    "workload.hard_cap_probability": ("number, 0 to 1, or null", 2.0),
+    "workload.accuracy": ("number, 0 to 1", 1.1),
+    "cluster.train_mfu": ("number above 0, at most 1", 0.0),
     "trainer.logger": ("list of `console`, `tensorboard`, `wandb`", ["paper"]),
 }
 ACROSS_KEYS: tuple[tuple[str, str, Any], ...] = (

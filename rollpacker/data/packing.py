@@ -5,6 +5,7 @@ Invariant: every sequence is in exactly one replica and exactly one micro-batch;
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -13,11 +14,11 @@ def assign_to_replicas(lengths: Sequence[int], num_replicas: int) -> list[list[i
 
     (Graham's LPT rule: at most 4/3 of the best possible makespan.) A replica may get none.
     """
-    totals = [0] * num_replicas
+    totals = [(0, replica) for replica in range(num_replicas)]  # a heap; ties go to the lowest replica
     assigned: list[list[int]] = [[] for _ in range(num_replicas)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        replica = min(range(num_replicas), key=lambda r: (totals[r], r))
-        totals[replica] += lengths[index]
+        total, replica = totals[0]
+        heapq.heapreplace(totals, (total + lengths[index], replica))
         assigned[replica].append(index)
     return [sorted(indices) for indices in assigned]
 

@@ -125,11 +125,11 @@ SAMPLE_FIELDS: tuple[str, ...] = (
 _KNOWN = frozenset(METRIC_NAMES)
 
 
-def prepare_run_dir(path: str | Path, resolved_yaml: str) -> Path | None:
+def prepare_run_dir(path: str | Path, resolved_yaml: str, key: str = "trainer.default_local_dir=") -> Path | None:
     """Create the run directory and write config.yaml; on one rank only.
 
     A directory that holds a metrics.jsonl is a run: it is moved to `<path>.1`, `.2`, ... (the first free name). Returns
-    where the earlier run has gone, None if there was none. Raises ConfigError when the directory cannot be written.
+    where the earlier run has gone, None if there was none. Raises ConfigError, opened by `key`, when it cannot be written.
     """
     run_dir = Path(path).absolute()
     moved_to = None
@@ -142,12 +142,12 @@ def prepare_run_dir(path: str | Path, resolved_yaml: str) -> Path | None:
     except (FileExistsError, NotADirectoryError) as error:
         in_the_way = next((p for p in (*reversed(run_dir.parents), run_dir) if p.exists() and not p.is_dir()), run_dir)
         raise ConfigError(
-            f"trainer.default_local_dir={path}: {in_the_way} is a file, expected a directory. Remove or rename the "
+            f"{key}{path}: {in_the_way} is a file, expected a directory. Remove or rename the "
             "file, or choose another directory."
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"trainer.default_local_dir={path}: cannot write there ({error.strerror}: {error.filename}). Choose a "
+            f"{key}{path}: cannot write there ({error.strerror}: {error.filename}). Choose a "
             "directory that you may write, or change its permissions."
         ) from error
     return moved_to
@@ -231,32 +231,6 @@ def append_validation(run_dir: Path, row: Mapping[str, Metric | str]) -> dict[st
     with (run_dir / "validation.jsonl").open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(plain) + "\n")
     return plain
-
-
-def length_metrics(lengths: Sequence[int], cap: int) -> dict[str, Metric]:
-    """The response_length/* keys, in tokens, of a step's responses.
-
-    Percentiles interpolate linearly; `clip_ratio` is the share of responses as long as the cap. No response: all None.
-    """
-    names = ("mean", "max", "min", "p50", "p95", "p99", "clip_ratio")
-    if not len(lengths):
-        return {f"response_length/{name}": None for name in names}
-    array = np.asarray(lengths)
-    p50, p95, p99 = (float(p) for p in np.percentile(array, (50, 95, 99)))
-    values = (float(array.mean()), int(array.max()), int(array.min()), p50, p95, p99, float((array >= cap).mean()))
-    return {f"response_length/{name}": value for name, value in zip(names, values, strict=True)}
-
-
-def spread(prefix: str, values: Sequence[float]) -> dict[str, Metric]:
-    """`<prefix>/mean`, `/max` and `/min` of `values`; None where there is none."""
-    if not len(values):
-        return {f"{prefix}/{name}": None for name in ("mean", "max", "min")}
-    array = np.asarray(values, dtype=np.float64)
-    return {
-        f"{prefix}/mean": float(array.mean()),
-        f"{prefix}/max": float(array.max()),
-        f"{prefix}/min": float(array.min()),
-    }
 
 
 def _finite(name: str, value: Any) -> Metric:

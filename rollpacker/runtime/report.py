@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollpacker.comm.world import World
-from rollpacker.messages import AuditReport, Event, RequestFinished, RewardDone, RoundPlan, UpdatePlan
+from rollpacker.messages import Event, RequestFinished, RewardDone, RoundPlan, UpdatePlan
 from rollpacker.profiling.bubbles import idle_ratio, reward_bubble_ratio, rollout_bubble_ratio
 from rollpacker.profiling.nvtx import StageTimer
+from rollpacker.profiling.rows import length_metrics, rollout_metrics, sample_rows, spread
 from rollpacker.profiling.trace import Span, TraceWriter
 from rollpacker.runtime.console import ProgressDisplay
-from rollpacker.runtime.metrics import MetricsWriter, length_metrics, spread
+from rollpacker.runtime.metrics import MetricsWriter
 from rollpacker.runtime.rollout import Rollout, RoundFacts
 from rollpacker.runtime.validation import ValidationReport
 from rollpacker.training.mismatch import mismatch_advice
 from rollpacker.training.objective import LossSums
 from rollpacker.training.policy_update import UpdateReport
-from rollpacker.types import RoundKind, ScoredResponse
+from rollpacker.types import ScoredResponse
 
 _MAX_REWARD_MESSAGES = 3
 
@@ -125,7 +126,7 @@ class StepReporter:
             return
         metrics = self._metrics(update, report, gathered)
         self._sinks.metrics.write(metrics)
-        self._sinks.metrics.write_samples(_sample_rows(update, rollout.facts.launch_s, report.weight_version))
+        self._sinks.metrics.write_samples(sample_rows(update, rollout.facts.launch_s, report.weight_version))
         if self._sinks.trace is not None:
             self._sinks.trace.add(span for rank in gathered for span in rank.spans)
             for rank, facts in enumerate(r.facts for r in gathered):
@@ -173,7 +174,7 @@ class StepReporter:
             **spread("critic/rewards", report.update.rewards),
             **_actor_metrics(sums, report.update),
             **_mismatch_metrics(sums),
-            **_rollout_metrics(update),
+            **rollout_metrics(update),
             **self._time_metrics(update, responses, report, ranks),
         }
 
@@ -245,52 +246,3 @@ def _mismatch_metrics(sums: LossSums) -> dict[str, Any]:
         "mismatch/effective_sample_size": sums.weight**2 / max(sums.weight_square * weights, 1e-30),
         "mismatch/masked_ratio": sums.num_cut / weights,
     }
-
-
-def _rollout_metrics(update: UpdatePlan) -> dict[str, Any]:
-    stats = update.stats
-    return {
-        "rollout/is_long_round": int(stats.kind is RoundKind.LONG),
-        "rollout/long_queue_len": stats.long_queue_len,
-        "rollout/aborted_prompts": stats.num_aborted_prompts,
-        "rollout/aborted_responses": stats.num_aborted_responses,
-        "rollout/wasted_token_ratio": stats.num_tokens_wasted / max(stats.num_tokens_generated, 1),
-        "rollout/num_preemptions": stats.num_preemptions,
-        "rollout/tensor_model_parallel_size": stats.tensor_model_parallel_size,
-        "filter/num_rejected": stats.num_rejected_groups,
-        "filter/num_launched": stats.num_launched,
-        "planner/tp": stats.tensor_model_parallel_size,
-        "planner/switched": int(stats.has_switched_tensor_parallel),
-        "reward/timeout_count": stats.num_reward_timeouts,
-        "reward/error_count": stats.num_reward_errors,
-        "reward/timeout_budget_s": stats.reward_timeout_budget_s,
-        "stream/scale_down_progress": stats.scale_down_progress,
-        **_audit_metrics(stats.audit),
-    }
-
-
-def _audit_metrics(audit: AuditReport | None) -> dict[str, Any]:
-    names = ("num_groups", "icc", "coverage_p50", "coverage_p90", "coverage_p95", "coverage_p99", "own_coverage_p95")
-    return {f"audit/{name}": getattr(audit, name, None) for name in names}
-
-
-def _sample_rows(update: UpdatePlan, launch_s: float, weight_version: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "step": update.step,
-            "epoch": group.prompt.epoch,
-            "round": update.stats.kind.value,
-            "prompt_id": group.prompt.prompt_id,
-            "response_index": r.request.response_index,
-            "domain": group.prompt.domain,
-            "num_prompt_tokens": len(group.prompt.token_ids),
-            "num_response_tokens": r.num_tokens,
-            "finish_reason": r.finish_reason,
-            "reward": r.reward,
-            "weight_version": weight_version,
-            "launch_s": launch_s,
-            "finish_s": r.finish_s,
-        }
-        for group in update.groups
-        for r in group.responses
-    ]

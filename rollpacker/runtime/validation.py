@@ -23,10 +23,10 @@ from rollpacker.messages import Action, Event, RequestFinished, RoundPlan
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.plain import KeepEverything, PlainComposer, RequestFactory
 from rollpacker.policy.routing import RequestRouter
+from rollpacker.profiling.rows import length_metrics
 from rollpacker.profiling.trace import Span
 from rollpacker.rollout.engine import RolloutEngine
 from rollpacker.runtime.dump import write_validation_dump
-from rollpacker.runtime.metrics import length_metrics
 from rollpacker.runtime.rollout import LiveRollout
 from rollpacker.runtime.val_core import Attempt, val_core
 from rollpacker.types import Group, Prompt

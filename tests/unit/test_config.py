@@ -59,14 +59,6 @@ def test_domains_are_a_mapping_in_a_file_and_in_an_override(tmp_path: Path) -> N
     assert load(tmp_path, text, "data.domains.math=2").data.domains == {"math": 2.0, "3": 0.1}
 
 
-def test_names_of_roll_for_the_sizes_of_a_race(tmp_path: Path) -> None:
-    """Its number of responses is absolute: 10 of 8 is eta 1.25."""
-    config = load(tmp_path, GOOD, "tail_batching.max_prompts_ratio=1.5", "tail_batching.max_num_return_sequences=10")
-    assert (config.tail_batching.eta_prompts, config.tail_batching.eta_responses) == (1.5, 1.25)
-    with pytest.raises(ConfigError, match="say the same; keep one"):
-        load(tmp_path, GOOD, "tail_batching.max_prompts_ratio=1.5", "tail_batching.eta_prompts=1.5")
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -97,7 +89,7 @@ def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
         ("training.lr=.inf", "expected a number"),
         ("trainer.deterministic=1", "expected true or false"),
         ("training.dtype=fp16", "expected one of fp32, bf16"),
-        ("tail_batching.mode=papr", "expected one of off, paper"),
+        ("tail_batching.mode=exact", "expected one of off, paper"),
         ("rollout.n=1", "a group of one has no advantage"),
         ("rollout.temperature=0", "must be above 0"),
         ("rollout.top_p=0.9", "Set algorithm.mismatch_correction=tis"),
@@ -125,7 +117,7 @@ def test_yaml_off_is_a_mode(tmp_path: Path) -> None:
         ("model.reference_path=other", "has no use: nothing refers to it"),
         ("training.adam_beta1=1", "must be at least 0 and below 1"),
         ("tail_batching.eta_prompts=0.9", "must be at least 1"),
-        ("tail_batching.audit_fraction=2", "at most 1"),
+        ("tail_batching.audit_fraction=2", "must be a share, 0 to 1"),
         ("reward.on_error=drop_group", "a plain round trains every group"),
         ("algorithm.overlong=soft_penalty", "overlong_buffer_len=4096 is above data.max_response_length=100"),
         ("algorithm.mismatch_cap=0.5", "must be at least 1"),

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from rollpacker.config import ConfigError
+from rollpacker.profiling.rows import length_metrics, spread
 from rollpacker.runtime.metrics import (
     METRIC_NAMES,
     SAMPLE_FIELDS,
     MetricsWriter,
     append_validation,
-    length_metrics,
     prepare_run_dir,
-    spread,
 )
 
 # The "Metric names" paragraph of docs/metrics.md, without `val-core/*`.

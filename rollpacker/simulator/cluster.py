@@ -1,0 +1,130 @@
+"""The simulated machine: how many of which GPU, the model on it, what fits, and what moving weights costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+from rollpacker.config import Config, ConfigError
+from rollpacker.config_checks import check_parallel_shape
+from rollpacker.memory_estimate import GIB, MemoryEstimate, engine_weights_bytes, estimate_memory
+from rollpacker.model_shape import ModelShape, check_model_shape, read_model_config
+from rollpacker.simulator import constants as k
+from rollpacker.simulator.cost import EngineCost, MeasuredCost, Roofline, read_decode_table
+
+
+class Cluster:
+    """Facts of the machine, the same in every step. Raises ConfigError where the config cannot run on it."""
+
+    def __init__(self, config: Config) -> None:
+        nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
+        if nodes is None or per_node is None:
+            raise ConfigError(
+                "the simulator must know the cluster's size: set trainer.nnodes and trainer.n_gpus_per_node (2 and 8 are "
+                "16 GPUs)."
+            )
+        self.num_gpus = nodes * per_node
+        self.gpus_per_node = per_node
+        self.gpu = k.GPUS[config.cluster.gpu]
+        self.shape = model_shape(config.model.path)
+        self._config = config
+        table = config.cluster.decode_table
+        self._table = None if table is None else read_decode_table(table)
+        check_parallel_shape(config, self.num_gpus)
+        check_model_shape(config, self.shape)
+        self._check_fits(config.rollout.tensor_model_parallel_size)
+
+    def estimate(self, tensor_model_parallel_size: int) -> MemoryEstimate:
+        """GPU memory with a rollout of this size (memory_estimate.py)."""
+        rollout = dataclasses.replace(
+            self._config.rollout, tensor_model_parallel_size=tensor_model_parallel_size, dtype="bf16"
+        )
+        gpu_memory_gib = self._config.trainer.gpu_memory_gib or self.gpu.memory_gib
+        return estimate_memory(
+            dataclasses.replace(self._config, rollout=rollout), self.shape, self.num_gpus, gpu_memory_gib
+        )
+
+    @functools.cache  # noqa: B019 (one cluster a run)
+    def capacity_tokens(self, tensor_model_parallel_size: int) -> int:
+        """What the KV cache of one replica of this size holds."""
+        return self.estimate(tensor_model_parallel_size).kv_cache.num_tokens
+
+    @functools.cache  # noqa: B019 (one cluster a run)
+    def engine_cost(self, tensor_model_parallel_size: int) -> EngineCost:
+        """The speed of a replica of this size. Raises ConfigError where a measured table lacks it."""
+        overhead_s = self._config.cluster.step_overhead_ms / 1e3
+        roofline = Roofline(self.shape, self.gpu, tensor_model_parallel_size, overhead_s)
+        if self._table is None:
+            return roofline
+        if tensor_model_parallel_size not in self._table.tpot_ms:
+            raise ConfigError(
+                f"cluster.decode_table={self._config.cluster.decode_table} has no rows of tensor_model_parallel_size="
+                f"{tensor_model_parallel_size}; it has {', '.join(map(str, sorted(self._table.tpot_ms)))}."
+            )
+        return MeasuredCost(self._table, tensor_model_parallel_size, roofline.prefill_tokens_per_s)
+
+    @property
+    def engine_start_s(self) -> float:
+        """Building an engine of a size that has not run before."""
+        return k.ENGINE_START_S + (0.0 if self._config.rollout.enforce_eager else k.CUDA_GRAPHS_S)
+
+    def refit_s(self, tensor_model_parallel_size: int) -> float:
+        """Trained weights into every engine, on all GPUs at once: each takes its share of a replica's weights."""
+        return k.REFIT_FIXED_S + 2 * self.shape.num_parameters() / tensor_model_parallel_size / k.REFIT_BANDWIDTH
+
+    @property
+    def phase_switch_s(self) -> float:
+        """From rollout to training and back, in all: engines sleep and wake, an offloaded trainer comes and goes."""
+        if not self._config.cluster.offload_trainer:
+            return k.PHASE_SWITCH_S
+        return k.PHASE_SWITCH_S + 2 * self._trainer_bytes(self._config) / k.OFFLOAD_BANDWIDTH
+
+    def _trainer_bytes(self, config: Config) -> int:
+        estimate = self.estimate(config.rollout.tensor_model_parallel_size)
+        return sum(part.num_bytes for part in estimate.rollout.parts if part.name.startswith("trainer"))
+
+    def _check_fits(self, tensor_model_parallel_size: int) -> None:
+        """Refuse what does not fit, with the arithmetic."""
+        config = self._config
+        estimate = self.estimate(tensor_model_parallel_size)
+        total, share = estimate.gpu_bytes / GIB, config.rollout.gpu_memory_utilization
+        weights = engine_weights_bytes(config, self.shape) / GIB
+        work = estimate.rollout.bytes_of("engine work space, CUDA graphs") / GIB
+        left = share * total - weights - work
+        longest = estimate.kv_cache.longest
+        if estimate.kv_cache.num_tokens < longest:
+            raise ConfigError(
+                f"rollout.tensor_model_parallel_size={tensor_model_parallel_size}: rollout.gpu_memory_utilization x GPU = "
+                f"{share:g} x {total:.1f} = {share * total:.1f} GiB, less {weights:.1f} GiB of weights and {work:.1f} GiB of "
+                f"work space, leaves {max(left, 0):.1f} GiB = {max(estimate.kv_cache.num_tokens, 0):,} tokens of KV cache; "
+                f"one sequence of data.max_prompt_length + data.max_response_length needs {longest:,}. Raise the "
+                "tensor-parallel size or the share, or shorten the responses."
+            )
+        used = estimate.rollout.num_bytes - (self._trainer_bytes(config) if config.cluster.offload_trainer else 0)
+        for phase, num_bytes, parts in (
+            ("the rollout", used, estimate.rollout.parts),
+            ("the training", estimate.training.num_bytes, estimate.training.parts),
+        ):
+            if num_bytes > estimate.gpu_bytes:
+                is_left_out = phase == "the rollout" and config.cluster.offload_trainer
+                shown = [p for p in parts if p.num_bytes and not (is_left_out and p.name.startswith("trainer"))]
+                terms = " + ".join(f"{p.name} {p.num_bytes / GIB:.1f}" for p in shown)
+                raise ConfigError(
+                    f"{phase} needs {num_bytes / GIB:.1f} GiB of a GPU of {total:.1f}: {terms}. More GPUs or larger training "
+                    "sizes hold less each; a lower rollout.gpu_memory_utilization, or cluster.offload_trainer=true, leaves "
+                    "the trainer more (docs/memory.md)."
+                )
+
+
+def model_shape(model_path: str) -> ModelShape:
+    """The shape of a folder with a config.json (weights are not needed), or of a model known by its name."""
+    if not Path(model_path).is_dir():
+        names = {name for name in k.MODELS if model_path in (name, name.rsplit("/", 1)[-1])}
+        if names:
+            return k.MODELS[names.pop()]
+        raise ConfigError(
+            f"model.path={model_path}: no such folder. Give a Hugging Face folder (its config.json is enough here), or one "
+            f"of {', '.join(k.MODELS)}."
+        )
+    return read_model_config(Path(model_path), "model.path=")

@@ -1,0 +1,83 @@
+"""Rewards in virtual time: a queue for each rollout replica, and how long a score takes.
+
+math: a verifier, milliseconds. code: a sandbox, seconds; of 5 % of the prompts the wrong responses never end and run into
+their time limit. judge: a 7B model that reads prompt and response on the replica's own GPUs, one after another (what it
+takes away from the rollout is not modelled).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollpacker.config import Config
+from rollpacker.messages import ScoreResponse
+from rollpacker.simulator import constants as k
+from rollpacker.simulator.cluster import Cluster
+from rollpacker.simulator.noise import REWARD_TIME, Floats, normal
+from rollpacker.types import Request
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a verifier says, and when."""
+
+    done_s: float
+    score: float
+    is_error: bool
+    execution_s: float
+    case_execution_s: tuple[float, ...]
+
+
+class RewardQueues:
+    """The workers of each replica, first come first served; one object serves one round."""
+
+    def __init__(self, config: Config, cluster: Cluster, num_replicas: int, tensor_model_parallel_size: int) -> None:
+        self._kind = config.workload.reward
+        workers = 1 if self._kind == "judge" else config.reward.num_workers
+        self._free_s = [[0.0] * workers for _ in range(num_replicas)]
+        tp, gpu = tensor_model_parallel_size, cluster.gpu
+        self._judge_read_s = 2 * k.JUDGE_PARAMETERS / (k.PREFILL_MFU * gpu.flops * tp)
+        token_s = 2 * k.JUDGE_PARAMETERS / tp / (k.MEMORY_EFFICIENCY * gpu.memory_bandwidth) + k.STEP_OVERHEAD_S
+        self._judge_write_s = k.JUDGE_VERDICT_TOKENS * token_s
+        self._execution_s: list[float] = []
+        self._scores: list[float] = []
+
+    def launch(self, requests: Sequence[Request], lengths: Sequence[int], scores: Floats) -> None:
+        """Take note of more requests of the round: their scores, and how long each score would take without a limit."""
+        self._scores += scores.tolist()
+        self._execution_s += self._times(requests, lengths, scores)
+
+    def submit(self, action: ScoreResponse, now_s: float) -> Outcome:
+        """Score a finished response: when it is done, within its time limit or at it."""
+        index = action.request.index
+        wanted_s, score = self._execution_s[index], self._scores[index]
+        limit_s = min([action.timeout_s, *action.case_timeouts_s[:1]])
+        workers = self._free_s[action.request.replica]
+        is_late = wanted_s > limit_s
+        execution_s = limit_s if is_late else wanted_s
+        done_s = max(now_s, workers[0]) + execution_s
+        heapq.heapreplace(workers, done_s)
+        cases = (execution_s,) if self._kind == "code" else ()
+        return Outcome(done_s, 0.0 if is_late else score, is_late, execution_s, cases)
+
+    def _times(self, requests: Sequence[Request], lengths: Sequence[int], scores: Floats) -> list[float]:
+        if self._kind == "judge":
+            tokens = np.array([len(r.prompt.token_ids) for r in requests]) + np.asarray(lengths)
+            return list(map(float, tokens * self._judge_read_s + self._judge_write_s))
+        seeds = np.fromiter((r.seed for r in requests), np.uint64, len(requests))
+        median, sigma = (k.MATH_MEDIAN_S, k.MATH_SIGMA) if self._kind == "math" else (k.CODE_MEDIAN_S, k.CODE_SIGMA)
+        times = median * np.exp(sigma * normal(seeds, REWARD_TIME))
+        if self._kind == "code":
+            hangs = np.fromiter((_hangs(r.prompt.prompt_id) for r in requests), bool, len(requests))
+            times[hangs & (scores < 1)] = math.inf
+        return list(map(float, times))
+
+
+def _hangs(prompt_id: str) -> bool:
+    return zlib.crc32(b"hangs/" + prompt_id.encode()) < k.CODE_HANG_SHARE * 2.0**32

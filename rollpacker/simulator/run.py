@@ -1,0 +1,51 @@
+"""A simulated run: the main loop over a SimulatedBackend."""
+
+from __future__ import annotations
+
+from rollpacker.config import Config, ConfigError
+from rollpacker.data.prompts import PromptOrder
+from rollpacker.loop import run
+from rollpacker.policy.assembly import build_controller
+from rollpacker.policy.controller import StepController
+from rollpacker.profiling.trace import TraceWriter
+from rollpacker.simulator.cluster import Cluster
+from rollpacker.simulator.core import SimulatedBackend
+from rollpacker.simulator.record import Recorder, RowWriter
+from rollpacker.simulator.workload import Workload, build_workload
+from rollpacker.types import Prompt
+
+
+class Simulation:
+    """Cluster, workload and controller of a config. Raises ConfigError where they cannot be."""
+
+    def __init__(self, config: Config) -> None:
+        if config.rollout.replay is not None:
+            raise ConfigError("rollout.replay has no engines to simulate; set it to null.")
+        self.config = config
+        self.cluster = Cluster(config)
+        self.cluster.engine_cost(config.rollout.tensor_model_parallel_size)
+        self.workload: Workload = build_workload(config)
+        self.controller = self._build_controller()
+
+    def run(self, rows: RowWriter | None = None, trace: TraceWriter | None = None) -> Recorder:
+        """Simulate the whole run; its rows and bars go where they are given."""
+        recorder = Recorder(self.config, self.cluster.num_gpus, rows, trace)
+        backend = SimulatedBackend(self.config, self.cluster, self.workload, recorder)
+        run(self.config.trainer.total_training_steps, self.controller, backend)
+        return recorder
+
+    def _build_controller(self) -> StepController:
+        config = self.config
+        rows = {prompt_id: (tokens, domain) for prompt_id, tokens, domain in self.workload.prompts}
+        order = PromptOrder(
+            self.workload.prompts,
+            seed=config.trainer.seed if config.data.seed is None else config.data.seed,
+            shuffle=config.data.shuffle,
+            total_epochs=None if config.trainer.total_training_steps else config.trainer.total_epochs,
+        )
+        return build_controller(
+            config,
+            order,
+            num_gpus=self.cluster.num_gpus,
+            prompt_of=lambda prompt_id, epoch: Prompt(prompt_id, *rows[prompt_id], epoch),
+        )

@@ -1,0 +1,73 @@
+"""Rewards in virtual time: workers, time limits, the sandboxes that hang, and the judge."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from simulated import small
+
+from rollpacker.messages import ScoreResponse
+from rollpacker.simulator.cluster import Cluster
+from rollpacker.simulator.reward import RewardQueues
+from rollpacker.types import Prompt, Request
+
+
+def requests(n: int, prompt_tokens: int = 0) -> list[Request]:
+    return [Request(i, Prompt(f"p{i // 4}", (0,) * prompt_tokens), i % 4, 0, 1000 + i, 8192) for i in range(n)]
+
+
+def queues(scores: list[float], *overrides: str, lengths: int = 100, prompt_tokens: int = 0) -> RewardQueues:
+    config = small(*overrides)
+    made = RewardQueues(config, Cluster(config), 4, 1)
+    made.launch(requests(len(scores), prompt_tokens), [lengths] * len(scores), np.array(scores))
+    return made
+
+
+def test_workers_are_served_first_come_first_served() -> None:
+    for workers in (1, 3):
+        made = queues([1.0] * 6, f"reward.num_workers={workers}")
+        outcomes = [made.submit(ScoreResponse(r, 9.0), now_s=5.0) for r in requests(6)]
+        ends = [5.0] * workers
+        for outcome in outcomes:
+            ends.sort()
+            ends[0] += outcome.execution_s
+            assert outcome.done_s == pytest.approx(ends[0])
+            assert (outcome.score, outcome.is_error) == (1.0, False)
+
+
+def test_a_limit_costs_the_sample() -> None:
+    outcome = queues([1.0]).submit(ScoreResponse(requests(1)[0], 1e-6), now_s=0.0)
+    assert (outcome.score, outcome.is_error, outcome.execution_s, outcome.done_s) == (0.0, True, 1e-6, 1e-6)
+
+
+def test_5_percent_of_the_code_prompts_hang_where_the_response_is_wrong() -> None:
+    n = 40_000
+    made = queues([float(i % 2) for i in range(n)], "workload.reward=code")
+    outcomes = [made.submit(ScoreResponse(r, 30.0), now_s=0.0) for r in requests(n)]
+    late = np.array([o.execution_s == 30.0 for o in outcomes])
+    assert late[0::2].mean() == pytest.approx(0.05, abs=0.008)
+    assert late[1::2].mean() < 0.001  # a right response ends
+    assert all(o.is_error and o.score == 0 for o in np.array(outcomes, dtype=object)[late])
+    median = np.median([o.execution_s for o in outcomes])
+    assert median == pytest.approx(1.5, rel=0.1)
+
+
+def test_a_limit_of_the_test_case_counts_if_it_is_tighter() -> None:
+    made = queues([1.0], "workload.reward=code")
+    outcome = made.submit(ScoreResponse(requests(1)[0], 30.0, (1e-3,)), now_s=0.0)
+    assert outcome.execution_s == 1e-3 and outcome.is_error
+    assert outcome.case_execution_s == (1e-3,)
+
+
+def test_a_judge_reads_all_and_answers_one_at_a_time() -> None:
+    short, long = (queues([1.0] * 2, "workload.reward=judge", "reward.num_workers=8", lengths=n) for n in (100, 8100))
+    first, second = (short.submit(ScoreResponse(r, 1e9), now_s=1.0) for r in requests(2))
+    assert second.done_s == pytest.approx(1.0 + first.execution_s + second.execution_s)
+    difference = long.submit(ScoreResponse(requests(1)[0], 1e9), now_s=1.0).execution_s - first.execution_s
+    assert difference == pytest.approx(8000 * 2 * 7.6e9 / (0.4 * 989e12))
