@@ -174,7 +174,7 @@ def test_the_calibrated_baselines(name: str, seconds: float) -> None:
 
 def test_the_race_selects_as_its_law_says() -> None:
     """Lengths alike in all prompts (ICC 0) and only responses race: a response at quantile F of its prompt is trained in a
-    SHORT round with P(Bin(9, F) <= 7), so of the longest 5 % a share of .0428 is left of its due .8."""
+    SHORT round with P(Bin(9, F) <= 7), so of the longest 5 % 3 % are left."""
     law = [
         "workload.preset=null",
         "workload.median_tokens=400",
