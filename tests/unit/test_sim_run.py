@@ -202,10 +202,10 @@ def test_the_race_selects_as_its_law_says() -> None:
 
 
 def test_without_a_race_coverage_is_one() -> None:
-    simulation = Simulation(setting("7b_8k", "tail_batching.mode=off"))
+    simulation = Simulation(setting("7b_8k", "tail_batching.mode=off", "workload.num_prompts=1920"))
     found = simulation.run().summary(simulation.workload)
-    assert found.coverage_p95 == pytest.approx(1, abs=0.08)
-    assert found.own_coverage_p95 == pytest.approx(1, abs=0.08)
+    assert found.coverage_p95 == pytest.approx(1, abs=0.12)  # 768 responses are due: a standard error of .036
+    assert found.own_coverage_p95 == pytest.approx(1, abs=0.12)
     assert (found.wasted_token_ratio, found.long_round_share) == (0, 0)
 
 
