@@ -245,4 +245,6 @@ def _finite(name: str, value: Any) -> Metric:
 
 
 def _plain(name: str, value: Any) -> Metric | str:
+    if type(value) in (int, str):  # nearly all there are; the checks below take ten times as long
+        return value
     return value if isinstance(value, str) else _finite(name, value)

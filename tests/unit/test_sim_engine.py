@@ -189,7 +189,7 @@ def job_lists(draw: st.DrawFn) -> tuple[list[Job], int, int]:
     return jobs, draw(st.integers(longest, longest + 12)), draw(st.integers(1, 6))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(job_lists())
 def test_events_equal_the_loop_over_steps(case: tuple[list[Job], int, int]) -> None:
     jobs, _, _ = case

@@ -47,11 +47,11 @@ def test_a_limit_costs_the_sample() -> None:
 
 
 def test_5_percent_of_the_code_prompts_hang_where_the_response_is_wrong() -> None:
-    n = 40_000
+    n = 12_000
     made = queues([float(i % 2) for i in range(n)], "workload.reward=code")
     outcomes = [made.submit(ScoreResponse(r, 30.0), now_s=0.0) for r in requests(n)]
     late = np.array([o.execution_s == 30.0 for o in outcomes])
-    assert late[0::2].mean() == pytest.approx(0.05, abs=0.008)
+    assert late[0::2].mean() == pytest.approx(0.05, abs=0.012)
     assert late[1::2].mean() < 0.001  # a right response ends
     assert all(o.is_error and o.score == 0 for o in np.array(outcomes, dtype=object)[late])
     median = np.median([o.execution_s for o in outcomes])

@@ -173,7 +173,7 @@ def test_the_calibrated_baselines(name: str, seconds: float) -> None:
 
 def test_the_race_selects_as_its_law_says() -> None:
     """Lengths alike in all prompts (ICC 0) and only responses race: a response at quantile F of its prompt is trained in a
-    SHORT round with P(Bin(9, F) <= 7), so of the longest 5 % a share of .0428 is left of its due .8."""
+    SHORT round with P(Bin(9, F) <= 7), so of the longest 5 % 3 % are left."""
     law = [
         "workload.preset=null",
         "workload.median_tokens=400",
@@ -201,10 +201,10 @@ def test_the_race_selects_as_its_law_says() -> None:
 
 
 def test_without_a_race_coverage_is_one() -> None:
-    simulation = Simulation(setting("7b_8k", "tail_batching.mode=off"))
+    simulation = Simulation(setting("7b_8k", "tail_batching.mode=off", "workload.num_prompts=1920"))
     found = simulation.run().summary(simulation.workload)
-    assert found.coverage_p95 == pytest.approx(1, abs=0.08)
-    assert found.own_coverage_p95 == pytest.approx(1, abs=0.08)
+    assert found.coverage_p95 == pytest.approx(1, abs=0.12)  # 768 responses are due: a standard error of .036
+    assert found.own_coverage_p95 == pytest.approx(1, abs=0.12)
     assert (found.wasted_token_ratio, found.long_round_share) == (0, 0)
 
 
