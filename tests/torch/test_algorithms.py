@@ -1,7 +1,7 @@
 """Every estimator, loss, aggregation and correction, through the classes that train, against the oracle's formulas.
 
-Value and gradient of the step's loss by logits; error = largest difference over largest entry, at most 1e-6 for the loss
-and 2e-6 for fp32 gradients. The logits are the model here: everything between them and the optimizer is the real code.
+Value and gradient of the step's loss by logits; error = largest difference over largest entry, at most 1e-6,
+in fp32. The logits are the model here: everything between them and the optimizer is the real code.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def check(algorithm: AlgorithmConfig, seed: int = 0) -> None:
     assert len(trainer.losses) == 2
     # The sum may cancel; its terms are of the size of 1.
     assert abs(trainer.losses[-1] - expected.item()) <= TOLERANCE * max(abs(expected.item()), 1.0)
-    assert ((ours - gradient).abs().max() / gradient.abs().max()).item() <= 2 * TOLERANCE
+    assert ((ours - gradient).abs().max() / gradient.abs().max()).item() <= TOLERANCE
 
 
 @pytest.mark.parametrize(("loss", "estimator", "mode"), itertools.product(("ppo_clip", "gspo"), ESTIMATORS, MODES))
@@ -237,7 +237,7 @@ choices = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, derandomize=True)
 @given(options=choices, seed=st.integers(0, 50))
 def test_any_combination(ranks: ParallelRanks, options: dict[str, Any], seed: int) -> None:
     check(AlgorithmConfig(**options), seed)
