@@ -181,6 +181,15 @@ class AlgorithmConfig:
     mismatch_level: str = key("token", "One weight for each token, or for each response.", ("token", "sequence"))
     mismatch_cap: float = key(2.0, "Cap of the weight.")
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything refers to the reference model."""
+        return self.use_kl_loss or self.use_kl_in_reward
+
+    def needs_old_logprobs(self, num_mini_batches: int) -> bool:
+        """Whether the policy that sampled must be asked once more: it moves between the updates, or is part of a reward."""
+        return num_mini_batches * self.ppo_epochs > 1 or self.use_kl_in_reward
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -205,6 +214,11 @@ class TrainingConfig:
     adam_beta2: float = key(0.999, "Adam's second-moment decay.")
     adam_eps: float = key(1e-8, "Adam's epsilon.")
     clip_grad: float = key(1.0, "Global gradient norm is clipped to this; 0 = off.")
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one training replica."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
 @dataclass(frozen=True)

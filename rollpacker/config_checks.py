@@ -223,7 +223,7 @@ def _validate_algorithm(config: Config) -> None:
             f"with filter.mode={config.filter.mode}: how many steps the prompts last is not known, so the schedule has no "
             "end. Set trainer.total_training_steps, or a constant rate without warm-up."
         )
-    if config.model.reference_path is not None and not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+    if config.model.reference_path is not None and not algorithm.needs_reference:
         raise ConfigError(
             f"model.reference_path={config.model.reference_path} has no use: nothing refers to it. Set "
             "algorithm.use_kl_loss or use_kl_in_reward, or leave it null."

@@ -270,12 +270,6 @@ def engine_weights_bytes(config: Config, shape: ModelShape) -> int:
     return (shape.num_layers * layer + embeddings + hidden) * _engine_element_bytes(config)
 
 
-def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
-    """Keys and values of one token in all layers, on one rank of the engine."""
-    heads = max(shape.num_kv_heads // config.rollout.tensor_model_parallel_size, 1)
-    return 2 * shape.num_layers * heads * shape.head_dim * _engine_element_bytes(config)
-
-
 def _engine_parts(config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[int, tuple[Part, ...]]:
     """Bytes of the KV cache, and the engine's share of the GPU in parts.
 
@@ -303,7 +297,7 @@ def _engine_parts(config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[in
 
 def _kv_cache(config: Config, shape: ModelShape, world_size: int, num_bytes: int) -> KvCache:
     replicas = world_size // config.rollout.tensor_model_parallel_size
-    per_token = kv_bytes_per_token(config, shape)
+    per_token = shape.kv_bytes_per_token(config.rollout.tensor_model_parallel_size, _engine_element_bytes(config))
     requests = math.ceil(config.data.train_batch_size * config.rollout.n / replicas)
     return KvCache(per_token, num_bytes // per_token, _longest(config), min(requests, config.rollout.max_num_seqs))
 

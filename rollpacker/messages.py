@@ -20,7 +20,6 @@ class RoundPlan:
     kind: RoundKind
     tensor_model_parallel_size: int
     num_groups: int
-    responses_per_group: int
     requests: tuple[Request, ...]
 
 
@@ -71,7 +70,6 @@ class EngineProgress:
     rank: int
     num_new_tokens: int
     num_preemptions: int
-    num_running: int
     kv_cache_usage: float
     num_steps: int = 0
 

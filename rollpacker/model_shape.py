@@ -118,6 +118,14 @@ class ModelShape:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
+    def kv_bytes_per_token(self, tensor_model_parallel_size: int, bytes_per_value: int) -> int:
+        """KV cache bytes of one token on one GPU: keys and values of all layers.
+
+        With more GPUs than KV heads each GPU still holds one head: the heads are replicated.
+        """
+        heads = max(self.num_kv_heads // tensor_model_parallel_size, 1)
+        return 2 * self.num_layers * heads * self.head_dim * bytes_per_value
+
 
 def read_model_shape(model_path: str, key: str = "model.path=") -> ModelShape:
     """Read `model_path`/config.json, or say why that folder is not a model this program trains; `key` opens the message."""

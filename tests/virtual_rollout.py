@@ -36,7 +36,7 @@ from rollpacker.policy.filters import ZeroVarianceFilter
 from rollpacker.policy.planner import SchedulePlanner
 from rollpacker.policy.scale_down import ScaleDownPolicy
 from rollpacker.policy.tail_batching import TailBatchOptions, TailBatchScheduler
-from rollpacker.types import Prompt, Request
+from rollpacker.types import Request
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class VirtualRollout:
                 tick, rank, _, kind, what = heapq.heappop(self.heap)
                 self.now = tick
                 batch += self._happen(tick, rank, kind, what)
-            batch.append(EngineProgress(float(end), 0, self.new_tokens, 0, len(self.running), 0.0, 1))
+            batch.append(EngineProgress(float(end), 0, self.new_tokens, 0, 0.0, 1))
             self.new_tokens = 0
             for event in batch:
                 log.events.append(event)
@@ -198,10 +198,6 @@ def numbered_prompts(n: int, num_domains: int = 1) -> list[tuple[str, tuple[int,
     return [(f"p{i}", (1, 2), f"d{i % num_domains}") for i in range(n)]
 
 
-def prompt_of(prompt_id: str, epoch: int, num_domains: int = 1) -> Prompt:
-    return Prompt(prompt_id, (1, 2), f"d{int(prompt_id[1:]) % num_domains}", epoch)
-
-
 @dataclass
 class Setting:
     """Everything that a tail-batching run is made of, small by default."""
@@ -249,7 +245,6 @@ class Setting:
                 max_launched_ratio=self.max_launched_ratio,
                 drop_failed_groups=self.drops_failed,
             ),
-            prompt_of=lambda prompt_id, epoch: prompt_of(prompt_id, epoch, self.num_domains),
             planner=SchedulePlanner(self.schedule),
             audit=audit,
             group_filter=ZeroVarianceFilter() if self.has_filter else None,

@@ -129,8 +129,6 @@ def _describe(config: Config, simulation: Simulation) -> str:
     """What is simulated."""
     cluster, training, rollout = simulation.cluster, config.training, config.rollout
     size = rollout.tensor_model_parallel_size
-    model_gpus = training.tensor_model_parallel_size * training.pipeline_model_parallel_size
-    model_gpus *= training.context_parallel_size
     mode = config.tail_batching.mode
     race = config.tail_batching
     capacity = cluster.capacity_tokens(size)
@@ -139,7 +137,7 @@ def _describe(config: Config, simulation: Simulation) -> str:
         f"cluster   {cluster.num_gpus} x {config.cluster.gpu}, {cluster.gpus_per_node} a node",
         f"rollout   TP {size} x {cluster.num_gpus // size} replicas, KV cache of {capacity:,} tokens each",
         f"training  TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size} x CP "
-        f"{training.context_parallel_size} x DP {cluster.num_gpus // model_gpus}",
+        f"{training.context_parallel_size} x DP {cluster.num_gpus // training.replica_size}",
         *_describe_workload(config, simulation),
         f"steps     {config.data.train_batch_size} prompts x {rollout.n} responses, tail batching {mode}"
         + (f" (eta {race.eta_prompts:g} prompts, {race.eta_responses:g} responses)" if mode != "off" else ""),

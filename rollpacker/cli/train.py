@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MAX_DOMAINS = 10  # named in the opening lines
 
-HELP = "Train a model by GRPO, one MPI rank per GPU (mpirun -n N rollpacker train CONFIG, srun, or alone)."
+HELP = "Train a model by GRPO and kin, one MPI rank per GPU (mpirun -n N rollpacker train CONFIG, srun, or alone)."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +152,6 @@ def _describe(config: Config, checked: Checked, world_size: int) -> str:
     """What is about to run, or would."""
     training, rollout, shape, trainer = config.training, config.rollout, checked.shape, config.trainer
     cp = training.context_parallel_size
-    model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size * cp
     nodes = (
         f", {trainer.nnodes} node(s) of {trainer.n_gpus_per_node}" if trainer.nnodes and trainer.n_gpus_per_node else ""
     )
@@ -165,7 +164,7 @@ def _describe(config: Config, checked: Checked, world_size: int) -> str:
         f"validate  {_describe_validation(config, checked)}",
         f"ranks     {world_size} on {checked.platform.name}{nodes}",
         f"training  TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size} x "
-        f"{f'CP {cp} x ' if cp > 1 else ''}DP {world_size // model_ranks}, {training.dtype}",
+        f"{f'CP {cp} x ' if cp > 1 else ''}DP {world_size // training.replica_size}, {training.dtype}",
         f"rollout   TP {rollout.tensor_model_parallel_size} x "
         f"{world_size // rollout.tensor_model_parallel_size} replica(s)",
         f"steps     {_describe_steps(config, checked)} of {config.data.train_batch_size} prompts x {rollout.n} responses",

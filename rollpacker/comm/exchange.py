@@ -49,7 +49,6 @@ _RECORD = np.dtype(
         ("num_new_tokens", "i8"),
         ("num_steps", "i4"),
         ("num_preemptions", "i8"),
-        ("num_running", "i4"),
         ("kv_cache_usage", "f8"),
         ("time_s", "f8"),
         ("num_slots", "i4"),
@@ -147,8 +146,8 @@ def _fill_record(record: Any, report: QuantumReport, events: list[SlotEvent]) ->
     record["digest"], record["is_leader"] = report.digest, report.is_leader
     record["next_num_steps"] = report.next_num_steps
     record["num_new_tokens"], record["num_preemptions"] = progress.num_new_tokens, progress.num_preemptions
-    record["num_running"], record["kv_cache_usage"] = progress.num_running, progress.kv_cache_usage
-    record["time_s"], record["num_steps"] = progress.time_s, progress.num_steps
+    record["kv_cache_usage"], record["num_steps"] = progress.kv_cache_usage, progress.num_steps
+    record["time_s"] = progress.time_s
     record["num_slots"] = len(events)
     for slot, event in zip(record["slots"], events, strict=False):
         slot["request_index"], slot["time_s"] = event.request_index, event.time_s
@@ -181,7 +180,6 @@ def _read_record(record: Any, rank: int) -> list[Event]:
                 rank,
                 int(record["num_new_tokens"]),
                 int(record["num_preemptions"]),
-                int(record["num_running"]),
                 float(record["kv_cache_usage"]),
                 int(record["num_steps"]),
             )

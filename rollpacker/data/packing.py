@@ -1,12 +1,29 @@
-"""Which sequences go where: over the training replicas, and into micro-batches. Pure and deterministic on every rank.
+"""Which sequences go where: over the optimizer steps, the training replicas, and into micro-batches.
 
-Invariant: every sequence is in exactly one replica and exactly one micro-batch; the gradient does not depend on which.
+Pure and deterministic on every rank. Invariant: every sequence is in exactly one mini-batch, one replica and one
+micro-batch; within an update the gradient does not depend on which of the last two.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def split_mini_batches(groups: Sequence[_T], max_groups: int | None) -> list[Sequence[_T]]:
+    """The groups of each optimizer step, in order: as few parts of at most `max_groups` as there can be, of equal size.
+
+    None is one part; no groups, no part.
+    """
+    if not groups:
+        return []
+    count = math.ceil(len(groups) / (max_groups or len(groups)))
+    ends = [len(groups) * (i + 1) // count for i in range(count)]
+    return [groups[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def assign_to_replicas(lengths: Sequence[int], num_replicas: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rollpacker.config import ConfigError
+from rollpacker.config import Config, ConfigError
 from rollpacker.data.domains import check_domains, interleave
 from rollpacker.data.files import read_rows
 from rollpacker.data.tasks import COLUMNS, Example, Tokenizer, encode_row, parse_row
@@ -152,6 +152,22 @@ class PromptOrder:
         self._position = 0  # of the next prompt in the epoch's order; below the number of prompts
         self._epoch_order: tuple[int, list[int]] | None = None
 
+    @classmethod
+    def from_config(
+        cls,
+        prompts: Sequence[tuple[str, tuple[int, ...], str]] | Sequence[Example],
+        config: Config,
+        domains: Mapping[str, float] | None = None,
+    ) -> PromptOrder:
+        """The order of a run."""
+        return cls(
+            prompts,
+            seed=config.trainer.seed if config.data.seed is None else config.data.seed,
+            shuffle=config.data.shuffle,
+            total_epochs=None if config.trainer.total_training_steps else config.trainer.total_epochs,
+            domains=domains,
+        )
+
     def draw(self, n: int) -> list[Prompt]:
         """Give the next `n` prompts; fewer, down to none, only when `total_epochs` are used up."""
         if n < 0:
@@ -178,6 +194,10 @@ class PromptOrder:
             if prompt.prompt_id not in self._index:
                 raise ValueError(f"prompt {prompt.prompt_id!r} was not drawn from this order.")
         self._front.extendleft(reversed(prompts))
+
+    def prompt(self, prompt_id: str, epoch: int) -> Prompt:
+        """A prompt that was drawn, found again by its name."""
+        return self._prompt(self._index[prompt_id], epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the position in the order as plain JSON values; prompts are named by id, not copied."""
@@ -211,7 +231,7 @@ class PromptOrder:
                     f"some prompts of the epoch and skip others. Set data.{name}={state[name]}, or start anew."
                 )
         self._epoch, self._position = state["epoch"], state["position"]
-        self._front = deque(self._prompt(self._index[prompt_id], epoch) for prompt_id, epoch in state["front"])
+        self._front = deque(self.prompt(prompt_id, epoch) for prompt_id, epoch in state["front"])
 
     @cached_property
     def _fingerprint(self) -> str:

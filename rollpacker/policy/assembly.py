@@ -14,7 +14,6 @@ from rollpacker.policy.plain import KeepEverything, PlainComposer, PromptSource,
 from rollpacker.policy.planner import FixedPlanner
 from rollpacker.policy.routing import RequestRouter
 from rollpacker.policy.tail_batching import TailBatchOptions, TailBatchScheduler
-from rollpacker.types import Prompt
 
 
 def build_controller(
@@ -22,16 +21,15 @@ def build_controller(
     source: PromptSource,
     *,
     num_gpus: int,
-    prompt_of: Callable[[str, int], Prompt],
     capacity_tokens: Callable[[int], int] = lambda tensor_model_parallel_size: 0,  # noqa: ARG005
 ) -> StepController:
     """The controller of a run on `num_gpus` ranks.
 
-    `source` takes prompts back wherever there is a filter or a race. `prompt_of(prompt_id, epoch)` finds the prompts of a
-    saved queue again; `capacity_tokens(tp)` is the KV cache of a rollout replica, 0 where its use is not reported.
+    `source` takes prompts back wherever there is a filter or a race. `capacity_tokens(tp)` is the KV cache of a rollout
+    replica, 0 where its use is not reported.
     """
     if config.tail_batching.mode == "paper":
-        return _tail_batching(config, cast(ReturningSource, source), num_gpus, prompt_of, capacity_tokens)
+        return _tail_batching(config, cast(ReturningSource, source), num_gpus, capacity_tokens)
     # Without a race every group shows the law of the samples, so every group is audited.
     audit = SampleAudit(fraction=1.0, seed=config.trainer.seed)
     factory = RequestFactory(
@@ -56,11 +54,7 @@ def build_controller(
 
 
 def _tail_batching(
-    config: Config,
-    source: ReturningSource,
-    num_gpus: int,
-    prompt_of: Callable[[str, int], Prompt],
-    capacity_tokens: Callable[[int], int],
+    config: Config, source: ReturningSource, num_gpus: int, capacity_tokens: Callable[[int], int]
 ) -> StepController:
     audit = SampleAudit(fraction=config.tail_batching.audit_fraction, seed=config.trainer.seed)
     options = TailBatchOptions(
@@ -79,7 +73,6 @@ def _tail_batching(
     scheduler = TailBatchScheduler(
         source,
         options,
-        prompt_of=prompt_of,
         planner=FixedPlanner(config.rollout.tensor_model_parallel_size),
         audit=audit,
         group_filter=None if config.filter.mode == "off" else ZeroVarianceFilter(),

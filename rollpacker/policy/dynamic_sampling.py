@@ -7,7 +7,7 @@ the epoch and is counted. What lies behind the last trained group goes back to t
 became of it.
 
 Invariants: no prompt is lost; a round launches at most max_launched_ratio x P0 prompts, and always ends: short where the
-bound or the data give no more, and with the rejected groups (whose advantages are 0) where nothing was accepted.
+bound or the data give no more, and with the rejected groups where nothing was accepted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class DynamicSampling:
             kind=RoundKind.SHORT,
             tensor_model_parallel_size=self._tensor_model_parallel_size,
             num_groups=self._train_batch_size,
-            responses_per_group=self._factory.num_responses,
             requests=self._factory.requests(step, prompts),
         )
 
@@ -99,7 +98,7 @@ class DynamicSampling:
 
     def _num_to_launch(self, num_missing: int, *, launched: int) -> int:
         """Prompts to launch so that `num_missing` should pass the filter, within the round's bound."""
-        return min(math.ceil(num_missing / self.acceptance.mean), self._max_launched - launched)
+        return min(self.acceptance.num_to_launch(num_missing), self._max_launched - launched)
 
     def _replace(self, state: RoundState, num_missing: int) -> tuple[Request, ...]:
         prompts = self._source.draw(self._num_to_launch(num_missing, launched=len(state.requests_of)))

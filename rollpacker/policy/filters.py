@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -39,9 +40,11 @@ class AcceptanceRate:
     @property
     def mean(self) -> float:
         """The share, in (0, 1]; never 0, so that a launch count can be divided by it."""
-        if not self._judged:
-            return 1.0
         return max(self._accepted, 0.5) / self._judged if self._judged > 0.5 else 1.0
+
+    def num_to_launch(self, wanted: int) -> int:
+        """Groups to launch so that `wanted` should pass."""
+        return math.ceil(wanted / self.mean - 1e-9)  # 15 / (3 / 11) is 55.00000000000001
 
     def add_round(self, num_accepted: int, num_judged: int) -> None:
         """Fold a round in."""

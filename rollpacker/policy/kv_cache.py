@@ -1,25 +1,10 @@
-"""KV cache arithmetic: bytes per token, what fits, and the peak that running requests will reach."""
+"""KV cache arithmetic: the peak that running requests will reach."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollpacker.model_shape import ModelShape
 from rollpacker.policy.routing import RunningRequest
-
-
-def kv_bytes_per_token(shape: ModelShape, *, tensor_model_parallel_size: int = 1, bytes_per_value: int = 2) -> int:
-    """KV cache bytes of one token on one GPU: keys and values of all layers.
-
-    With more GPUs than KV heads each GPU still holds one head: the heads are replicated.
-    """
-    heads = max(shape.num_kv_heads // tensor_model_parallel_size, 1)
-    return 2 * shape.num_layers * heads * shape.head_dim * bytes_per_value
-
-
-def kv_capacity_tokens(free_bytes: int, bytes_per_token: int, *, block_tokens: int = 16) -> int:
-    """Tokens that `free_bytes` of one GPU hold, in whole blocks; it bounds its whole TP group."""
-    return free_bytes // (bytes_per_token * block_tokens) * block_tokens
 
 
 def projected_peak_tokens(requests: Sequence[RunningRequest]) -> float:

@@ -30,7 +30,10 @@ class PromptSource(Protocol):
 
 
 class ReturningSource(PromptSource, Protocol):
-    """A source of fresh prompts that takes some back."""
+    """A source of fresh prompts that takes some back, and finds those again that a checkpoint names."""
+
+    def prompt(self, prompt_id: str, epoch: int) -> Prompt:
+        """A prompt that was drawn."""
 
     def push_front(self, prompts: Sequence[Prompt]) -> None:
         """Put drawn prompts back, to be drawn first."""
@@ -94,7 +97,6 @@ class PlainComposer:
             kind=RoundKind.SHORT,
             tensor_model_parallel_size=self._tensor_model_parallel_size,
             num_groups=len(prompts),
-            responses_per_group=self._factory.num_responses,
             requests=self._factory.requests(step, prompts),
         )
 

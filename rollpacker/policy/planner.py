@@ -12,7 +12,7 @@ in `sizes`: it divides the GPUs of a node, so that no TP group crosses a node, a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -176,11 +176,10 @@ class DecodeTable:
     """Measured milliseconds per token: `tpot_ms[tp]` maps (batch, context tokens) to it, on a full grid.
 
     Between grid points it interpolates linearly in both axes, above the last it goes on as the last two do, below the
-    first it holds. `kv_capacity_tokens[tp]` is what the KV cache of one replica holds.
+    first it holds.
     """
 
     tpot_ms: Mapping[int, Mapping[tuple[int, int], float]]
-    kv_capacity_tokens: Mapping[int, int]
     _axes: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -217,9 +216,11 @@ class ProfilePlanner(_Stateless):
     fewer at once), then the tail: the longest response alone for the rest of its length.
     """
 
-    def __init__(self, table: DecodeTable, num_gpus: int) -> None:
+    def __init__(self, table: DecodeTable, num_gpus: int, capacity_tokens: Callable[[int], int]) -> None:
+        """`capacity_tokens(tp)` is the KV cache of a rollout replica."""
         self._table = table
         self._num_gpus = num_gpus
+        self._capacity_tokens = capacity_tokens
 
     def choose(self, forecast: RoundForecast) -> int:
         """The fastest size; ties go to the smallest."""
@@ -229,7 +230,7 @@ class ProfilePlanner(_Stateless):
         """Predicted milliseconds of the round at this size."""
         batch = max(forecast.num_requests * tp / self._num_gpus, 1.0)
         context = forecast.prompt_tokens + forecast.mean_tokens
-        at_once = max(min(batch, self._table.kv_capacity_tokens[tp] / max(context, 1.0)), 1.0)
+        at_once = max(min(batch, self._capacity_tokens(tp) / max(context, 1.0)), 1.0)
         middle = forecast.prompt_tokens + forecast.mean_tokens / 2
         bulk = batch / at_once * forecast.mean_tokens * self._table.milliseconds(tp, at_once, middle)
         tail_tokens = max(forecast.max_tokens - forecast.mean_tokens, 0.0)

@@ -47,7 +47,6 @@ class ScaleDownPolicy:
         predict: Callable[[Prompt], float],
         is_moe: bool = False,
         all_rounds: bool = False,
-        milestones: Sequence[float] = MILESTONES,
     ) -> None:
         """`capacity_tokens(tp)` is the KV cache of a rollout replica; `all_rounds` lets SHORT rounds scale down too."""
         self._num_gpus = num_gpus
@@ -56,7 +55,6 @@ class ScaleDownPolicy:
         self._predict = predict
         self._is_moe = is_moe
         self._all_rounds = all_rounds
-        self._milestones = tuple(milestones)
         self._next = 0
         self._step: int | None = None
 
@@ -68,7 +66,7 @@ class ScaleDownPolicy:
             return ()
         progress = len(state.finished) / len(state.requests)
         passed = self._next
-        while passed < len(self._milestones) and progress >= self._milestones[passed] - 1e-9:
+        while passed < len(MILESTONES) and progress >= MILESTONES[passed] - 1e-9:
             passed += 1
         if passed == self._next:
             return ()

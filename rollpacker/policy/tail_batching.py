@@ -104,7 +104,6 @@ class _Race:
     """The open round, as far as the selection must know it."""
 
     router: BalancedRouter
-    num_prompts: int
     finished: dict[_Key, None] = field(default_factory=dict)  # prompts in the order in which generation ended
     num_accepted: int = 0
     num_judged: int = 0
@@ -119,19 +118,15 @@ class TailBatchScheduler:
         source: ReturningSource,
         options: TailBatchOptions,
         *,
-        prompt_of: Callable[[str, int], Prompt],
         planner: ParallelismPlanner,
         audit: SampleAudit,
         group_filter: GroupFilter | None = None,
         capacity_tokens: Callable[[int], int] = lambda tensor_model_parallel_size: 0,  # noqa: ARG005
     ) -> None:
-        """`prompt_of(prompt_id, epoch)` finds the prompts of a saved queue again; `capacity_tokens(tp)` is the KV cache of
-        a rollout replica, 0 where its use is not reported.
-        """
+        """`capacity_tokens(tp)` is the KV cache of a rollout replica, 0 where its use is not reported."""
         self._capacity_tokens = capacity_tokens
         self._source = source
         self._options = options
-        self._prompt_of = prompt_of
         self._planner = planner
         self._audit = audit
         self._filter = group_filter
@@ -194,13 +189,12 @@ class TailBatchScheduler:
         )
         size = self._planner.choose(forecast)
         router = BalancedRouter(options.num_gpus // size, self._predict, capacity_tokens=self._capacity_tokens(size))
-        self._race = _Race(router, len(prompts))
+        self._race = _Race(router)
         return RoundPlan(
             step=step,
             kind=kind,
             tensor_model_parallel_size=size,
             num_groups=num_groups,
-            responses_per_group=options.num_responses,
             requests=self._requests(self._race, step, prompts, num_responses),
         )
 
@@ -218,7 +212,7 @@ class TailBatchScheduler:
         wanted = self._options.num_raced_prompts
         if self._filter is None:
             return wanted
-        return min(_ceil(wanted / self._acceptance.mean), self._options.max_launched)
+        return min(self._acceptance.num_to_launch(wanted), self._options.max_launched)
 
     def _draw(self, n: int) -> list[Prompt]:
         """Up to `n` fresh prompts; those that are drawn for the audit go to the queue, unraced and unseen.
@@ -272,7 +266,7 @@ class TailBatchScheduler:
             launched = self._replace(race, state)
             if launched:
                 return [action, LaunchRequests(launched)]
-            is_last = race.num_judged == race.num_prompts
+            is_last = race.num_judged == len(state.requests_of)
         else:
             is_last = race.num_judged == state.plan.num_groups
         return [action, *self._end(race, state)] if is_last else [action]
@@ -319,11 +313,11 @@ class TailBatchScheduler:
 
     def _replace(self, race: _Race, state: RoundState) -> tuple[Request, ...]:
         """Fresh prompts for the rejected ones, so that as many race on as without a filter."""
-        num_missing = self._options.num_raced_prompts - race.num_accepted - (race.num_prompts - race.num_judged)
+        num_prompts = len(state.requests_of)
+        num_missing = self._options.num_raced_prompts - race.num_accepted - (num_prompts - race.num_judged)
         if num_missing <= 0:
             return ()
-        prompts = self._draw(min(num_missing, self._options.max_launched - race.num_prompts))
-        race.num_prompts += len(prompts)
+        prompts = self._draw(min(num_missing, self._options.max_launched - num_prompts))
         race.router.observe(state.kv_cache_usage_of, state.freed_replicas)
         return self._requests(
             race, state.plan.step, prompts, self._options.num_raced_responses, first_index=len(state.requests)
@@ -354,7 +348,7 @@ class TailBatchScheduler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to a saved state."""
         self._source.load_state_dict(state["source"])
-        self._queue.load_state_dict(state["queue"], self._prompt_of)
+        self._queue.load_state_dict(state["queue"], self._source.prompt)
         self._history.load_state_dict(state["history"])
         self._acceptance.load_state_dict(state["acceptance"])
         self._planner.load_state_dict(state["planner"])

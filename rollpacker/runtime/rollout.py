@@ -303,13 +303,11 @@ class LiveRollout:
 
     def _report(self, digest: int) -> QuantumReport:
         new_tokens, preemptions = self._engine.take_counts()
-        num_running = self._engine.num_requests
         progress = EngineProgress(
             self._now(),
             self._world.rank,
             new_tokens,
             preemptions,
-            num_running,
             self._engine.kv_cache_usage,
             self._steps_in_quantum,
         )

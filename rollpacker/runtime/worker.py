@@ -13,6 +13,7 @@ from typing import Any
 from rollpacker.comm.groups import ParallelRanks
 from rollpacker.comm.world import World, init_torch_distributed, is_user_terminal
 from rollpacker.config import Config, ConfigError, FilterConfig, TailBatchingConfig
+from rollpacker.config_checks import value_of
 from rollpacker.config_file import to_yaml
 from rollpacker.data.prompts import PromptDataset, PromptOrder, load_examples
 from rollpacker.model_shape import ModelShape, read_model_shape
@@ -44,7 +45,6 @@ from rollpacker.training.optimizer import build_lr_schedule, build_optimizer
 from rollpacker.training.policy_update import PolicyUpdate
 from rollpacker.training.reference import ReferenceWeights
 from rollpacker.training.trainer import Trainer
-from rollpacker.types import Prompt
 from rollpacker.weights.hf import write_hf_folder
 from rollpacker.weights.refit import MegatronWeights
 
@@ -108,7 +108,7 @@ def _check_device_features(config: Config, platform: Platform) -> None:
 def _check_folders(config: Config) -> None:
     """An earlier run is moved aside, so nothing that this run reads may lie in it; and dumps of two runs never mix."""
     run_dir = Path(config.trainer.default_local_dir).absolute()
-    inputs = [("model.path", config.model.path), ("rollout.replay", config.rollout.replay)]
+    inputs = [(key, value_of(config, key)) for key in ("model.path", "model.reference_path", "rollout.replay")]
     inputs += [("data.train_files", file) for file in config.data.train_files]
     inputs += [("data.val_files", file) for file in config.data.val_files]
     for dotted, path in inputs:
@@ -226,8 +226,7 @@ class Worker:
 
     def _load_reference(self, model: Any) -> ReferenceWeights | None:
         """Before the trained weights, since both pass through the one model."""
-        algorithm = self.config.algorithm
-        if not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+        if not self.config.algorithm.needs_reference:
             return None
         path = self.config.model.reference_path or self.config.model.path
         self.world.agree(lambda: self.weights.import_hf(path))
@@ -240,25 +239,11 @@ class Worker:
         return Trainer(model, optimizer, schedule, self.config, self.checked.shape, ranks, platform)
 
     def _build_controller(self) -> StepController:
-        config, replay, by_id = self.config, self.checked.replay, self.checked.dataset.by_id
+        config, replay = self.config, self.checked.replay
         if replay is not None:  # a dump holds what its run has trained
             config = dataclasses.replace(config, filter=FilterConfig(), tail_batching=TailBatchingConfig())
-        return build_controller(
-            config,
-            replay or self._prompt_order(),
-            num_gpus=self.world.size,
-            prompt_of=lambda name, epoch: Prompt(name, by_id[name].token_ids, by_id[name].domain, epoch),
-        )
-
-    def _prompt_order(self) -> PromptOrder:
-        config = self.config
-        return PromptOrder(
-            self.checked.dataset.examples,
-            seed=config.trainer.seed if config.data.seed is None else config.data.seed,
-            shuffle=config.data.shuffle,
-            total_epochs=None if config.trainer.total_training_steps else config.trainer.total_epochs,
-            domains=config.data.domains,
-        )
+        order = PromptOrder.from_config(self.checked.dataset.examples, config, config.data.domains)
+        return build_controller(config, replay or order, num_gpus=self.world.size)
 
     def _build_backend(self) -> ClusterBackend:
         config, world = self.config, self.world

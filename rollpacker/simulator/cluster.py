@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollpacker.config import Config, ConfigError
 from rollpacker.config_checks import check_parallel_shape
-from rollpacker.memory_estimate import GIB, MemoryEstimate, engine_weights_bytes, estimate_memory
+from rollpacker.memory_estimate import GIB, MemoryEstimate, Phase, estimate_memory
 from rollpacker.model_shape import ModelShape, check_model_shape, read_model_config
 from rollpacker.simulator import constants as k
 from rollpacker.simulator.cost import EngineCost, MeasuredCost, Roofline, read_decode_table
@@ -35,6 +35,7 @@ class Cluster:
         check_model_shape(config, self.shape)
         self._check_fits(config.rollout.tensor_model_parallel_size)
 
+    @functools.cache  # noqa: B019 (one cluster a run)
     def estimate(self, tensor_model_parallel_size: int) -> MemoryEstimate:
         """GPU memory with a rollout of this size (memory_estimate.py)."""
         rollout = dataclasses.replace(
@@ -45,7 +46,6 @@ class Cluster:
             dataclasses.replace(self._config, rollout=rollout), self.shape, self.num_gpus, gpu_memory_gib
         )
 
-    @functools.cache  # noqa: B019 (one cluster a run)
     def capacity_tokens(self, tensor_model_parallel_size: int) -> int:
         """What the KV cache of one replica of this size holds."""
         return self.estimate(tensor_model_parallel_size).kv_cache.num_tokens
@@ -78,42 +78,41 @@ class Cluster:
         """From rollout to training and back, in all: engines sleep and wake, an offloaded trainer comes and goes."""
         if not self._config.cluster.offload_trainer:
             return k.PHASE_SWITCH_S
-        return k.PHASE_SWITCH_S + 2 * self._trainer_bytes(self._config) / k.OFFLOAD_BANDWIDTH
+        estimate = self.estimate(self._config.rollout.tensor_model_parallel_size)
+        trainer_bytes = estimate.rollout.num_bytes - self._rollout_phase(estimate).num_bytes
+        return k.PHASE_SWITCH_S + 2 * trainer_bytes / k.OFFLOAD_BANDWIDTH
 
-    def _trainer_bytes(self, config: Config) -> int:
-        estimate = self.estimate(config.rollout.tensor_model_parallel_size)
-        return sum(part.num_bytes for part in estimate.rollout.parts if part.name.startswith("trainer"))
+    def _rollout_phase(self, estimate: MemoryEstimate) -> Phase:
+        """What is in GPU memory while the engine decodes: all of the estimate but an offloaded trainer."""
+        phase = estimate.rollout
+        if not self._config.cluster.offload_trainer:
+            return phase
+        return Phase(tuple(part for part in phase.parts if not part.name.startswith("trainer")), phase.stage)
 
     def _check_fits(self, tensor_model_parallel_size: int) -> None:
         """Refuse what does not fit, with the arithmetic."""
         config = self._config
         estimate = self.estimate(tensor_model_parallel_size)
         total, share = estimate.gpu_bytes / GIB, config.rollout.gpu_memory_utilization
-        weights = engine_weights_bytes(config, self.shape) / GIB
+        weights = estimate.rollout.bytes_of("engine weights") / GIB
         work = estimate.rollout.bytes_of("engine work space, CUDA graphs") / GIB
-        left = share * total - weights - work
+        left = estimate.rollout.bytes_of("engine KV cache") / GIB
         longest = estimate.kv_cache.longest
         if estimate.kv_cache.num_tokens < longest:
             raise ConfigError(
                 f"rollout.tensor_model_parallel_size={tensor_model_parallel_size}: rollout.gpu_memory_utilization x GPU = "
                 f"{share:g} x {total:.1f} = {share * total:.1f} GiB, less {weights:.1f} GiB of weights and {work:.1f} GiB of "
-                f"work space, leaves {max(left, 0):.1f} GiB = {max(estimate.kv_cache.num_tokens, 0):,} tokens of KV cache; "
+                f"work space, leaves {left:.1f} GiB = {estimate.kv_cache.num_tokens:,} tokens of KV cache; "
                 f"one sequence of data.max_prompt_length + data.max_response_length needs {longest:,}. Raise the "
                 "tensor-parallel size or the share, or shorten the responses."
             )
-        used = estimate.rollout.num_bytes - (self._trainer_bytes(config) if config.cluster.offload_trainer else 0)
-        for phase, num_bytes, parts in (
-            ("the rollout", used, estimate.rollout.parts),
-            ("the training", estimate.training.num_bytes, estimate.training.parts),
-        ):
-            if num_bytes > estimate.gpu_bytes:
-                is_left_out = phase == "the rollout" and config.cluster.offload_trainer
-                shown = [p for p in parts if p.num_bytes and not (is_left_out and p.name.startswith("trainer"))]
-                terms = " + ".join(f"{p.name} {p.num_bytes / GIB:.1f}" for p in shown)
+        for name, phase in (("the rollout", self._rollout_phase(estimate)), ("the training", estimate.training)):
+            if phase.num_bytes > estimate.gpu_bytes:
+                terms = " + ".join(f"{p.name} {p.num_bytes / GIB:.1f}" for p in phase.parts if p.num_bytes)
                 raise ConfigError(
-                    f"{phase} needs {num_bytes / GIB:.1f} GiB of a GPU of {total:.1f}: {terms}. More GPUs or larger training "
-                    "sizes hold less each; a lower rollout.gpu_memory_utilization, or cluster.offload_trainer=true, leaves "
-                    "the trainer more (docs/memory.md)."
+                    f"{name} needs {phase.num_bytes / GIB:.1f} GiB of a GPU of {total:.1f}: {terms}. More GPUs or larger "
+                    "training sizes hold less each; a lower rollout.gpu_memory_utilization, or "
+                    "cluster.offload_trainer=true, leaves the trainer more (docs/memory.md)."
                 )
 
 

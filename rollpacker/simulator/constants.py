@@ -1,4 +1,5 @@
-"""Every number that the simulator does not get from the config, with its source. Nothing else in simulator/ holds one.
+"""The machine and the models in numbers that no config gives, each with its source; the laws of the presets are in
+workload.py.
 
 "[RP]" is the RollPacker paper (arXiv 2509.21009); "fit" says that a number was chosen so that a published one comes out,
 and which; "ours" marks an assumption without a source. docs/simulator.md repeats this list for users.
@@ -33,7 +34,7 @@ NETWORK_BANDWIDTH = 50e9
 """Bytes/s of a GPU to other nodes: one 400 Gbps InfiniBand port for each GPU ([RP], section 6)."""
 
 # Decode. With 2 ms of overhead a step, these meet the three baselines of [RP] Fig. 11 over their caps, on H800 with vLLM
-# 0.8.4: 10.0 ms a token (7B, TP 1, 64 requests), 16.9 (14B, TP 2, 64), 20.5 (32B, TP 2, 32), within 10 % (fit).
+# 0.8.4: 10.0 ms a token (7B, TP 1, 64 requests), 16.9 (14B, TP 2, 64), 20.5 (32B, TP 2, 32), within 13 % (fit).
 MEMORY_EFFICIENCY = 0.8
 """Share of the memory bandwidth that reading weights and KV reaches."""
 DECODE_MFU = 0.65
@@ -45,10 +46,9 @@ STEP_OVERHEAD_S = 2.0e-3
 PREFILL_MFU = 0.4
 """40 to 60 % are reported: 25,000 to 35,000 tokens/s for 7B on one H800 (2 FLOP per parameter and token)."""
 
-# Training.
-TRAIN_MFU = 0.35
-"""Share of the FLOP/s; 30 to 40 % in RL with variable lengths (verl's log of a 7B actor: 0.50 with packing; NeMo-RL's
-Qwen3-32B runs: 540 tokens/s a GPU in all), up to 47 % in Megatron-LM's pretraining on H100."""
+# Training. The config's default of `cluster.train_mfu`, 0.35: 30 to 40 % of the FLOP/s in RL with variable lengths (verl's
+# log of a 7B actor: 0.50 with packing; NeMo-RL's Qwen3-32B runs: 540 tokens/s a GPU in all), up to 47 % in Megatron-LM's
+# pretraining on H100.
 FORWARD_FLOPS_PER_PARAMETER = 2
 BACKWARD_FLOPS_PER_PARAMETER = 4
 OPTIMIZER_BYTES_PER_PARAMETER = 32

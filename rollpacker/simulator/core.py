@@ -59,7 +59,6 @@ class _Round:
     last_finish_s: float = 0.0
     last_reward_s: float = 0.0
     num_aborted_tokens: int = 0
-    num_finished_tokens: int = 0
     finished: list[tuple[int, float]] = field(default_factory=list)  # (request index, time), for the trace
 
 
@@ -114,16 +113,10 @@ class SimulatedBackend:
                 yield from self._happen(this, pending)
         self.now_s = end_s
         for replica, engine in enumerate(this.replicas):
+            usage = engine.kv_cache_usage
             this.num_aborted_tokens += engine.stop(end_s)
-            yield EngineProgress(
-                end_s,
-                replica * this.plan.tensor_model_parallel_size,
-                engine.num_tokens,
-                engine.num_preemptions,
-                engine.num_running,
-                engine.kv_cache_usage,
-                engine.step,
-            )
+            rank = replica * this.plan.tensor_model_parallel_size
+            yield EngineProgress(end_s, rank, engine.num_tokens, engine.num_preemptions, usage, engine.step)
 
     def apply(self, action: Action) -> None:
         """Carry out one action, at the time of the event that caused it."""
@@ -162,7 +155,6 @@ class SimulatedBackend:
             idle_s=tuple(r.idle_s for r in this.replicas),
             busy_periods=tuple(tuple(r.periods) for r in this.replicas),
             reward_wait_s=max(this.last_reward_s - this.last_finish_s, 0.0),
-            num_finished_tokens=this.num_finished_tokens,
             num_aborted_tokens=this.num_aborted_tokens,
             finished=tuple((this.requests[i], this.lengths[i], t) for i, t in this.finished),
         )
@@ -218,21 +210,19 @@ class SimulatedBackend:
 
     def _happen(self, this: _Round, pending: _Pending) -> Iterator[Event]:
         time_s, rank, sequence, what = pending
+        if isinstance(what, int) and this.versions[what] != sequence:
+            return  # the replica has changed since
+        self.now_s = max(self.now_s, time_s)
         if isinstance(what, int):
-            if this.versions[what] != sequence:
-                return  # the replica has changed since
-            self.now_s = max(self.now_s, time_s)
             ended = this.replicas[what].pop_finished()
             this.dirty.add(what)
             for index in ended:
                 yield self._finished(this, rank, index)
         elif isinstance(what, list):
-            self.now_s = max(self.now_s, time_s)
             for index in what:
                 yield RequestStarted(self.now_s, rank, index)
         else:
             index, outcome = what
-            self.now_s = max(self.now_s, time_s)
             this.last_reward_s = self.now_s
             yield RewardDone(
                 self.now_s,
@@ -246,7 +236,6 @@ class SimulatedBackend:
 
     def _finished(self, this: _Round, rank: int, index: int) -> Event:
         tokens = this.lengths[index]
-        this.num_finished_tokens += tokens
         this.last_finish_s = self.now_s
         this.finished.append((index, self.now_s))
         reason = "length" if tokens >= this.requests[index].max_tokens else "stop"

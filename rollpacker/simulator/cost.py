@@ -15,7 +15,6 @@ from typing import Protocol
 
 from rollpacker.config import ConfigError
 from rollpacker.model_shape import ModelShape
-from rollpacker.policy.kv_cache import kv_bytes_per_token
 from rollpacker.policy.planner import DecodeTable
 from rollpacker.simulator import constants as k
 from rollpacker.simulator.constants import GpuFacts
@@ -89,7 +88,7 @@ class Roofline:
         tp, parameters = tensor_model_parallel_size, shape.num_parameters()
         bandwidth = k.MEMORY_EFFICIENCY * gpu.memory_bandwidth
         self._weights_s = _BYTES * parameters / tp / bandwidth
-        self._kv_token_s = kv_bytes_per_token(shape, tensor_model_parallel_size=tp) / bandwidth
+        self._kv_token_s = shape.kv_bytes_per_token(tp, _BYTES) / bandwidth
         self._flops_s = 2 * parameters / (tp * k.DECODE_MFU * gpu.flops)
         num_all_reduces = 2 * shape.num_layers if tp > 1 else 0
         self._fixed_s = step_overhead_s + num_all_reduces * k.ALL_REDUCE_LATENCY_S
@@ -156,7 +155,7 @@ def read_decode_table(path: str) -> DecodeTable:
             if missing:
                 raise ConfigError(
                     f"cluster.decode_table={path}, line 1: the header lacks {', '.join(missing)}. Expected "
-                    f"{','.join(TABLE_COLUMNS)}, as tools/profile_engine.py writes it."
+                    f"{','.join(TABLE_COLUMNS)}."
                 )
             for row in reader:
                 try:
@@ -173,6 +172,6 @@ def read_decode_table(path: str) -> DecodeTable:
     except OSError as error:
         raise ConfigError(f"cluster.decode_table={path}: cannot read it ({error.strerror}).") from error
     try:
-        return DecodeTable(cells, dict.fromkeys(cells, 0))
+        return DecodeTable(cells)
     except ValueError as error:
         raise ConfigError(f"cluster.decode_table={path}: {error}") from error

@@ -73,7 +73,9 @@ def _csv_prompt(row: dict[str | Any, Any], where: str, line: int) -> MeasuredPro
             )
     prompt_tokens = None
     if row.get("prompt_tokens"):
-        (prompt_tokens,) = _whole_numbers(row["prompt_tokens"].split()[0], where, "prompt_tokens", at_least=1)
+        prompt_tokens, *more = _whole_numbers(row["prompt_tokens"], where, "prompt_tokens", at_least=1)
+        if more:
+            raise ConfigError(f"{where}: prompt_tokens={row['prompt_tokens']!r}: a prompt has one length.")
     name = row.get("prompt") or f"line {line}"
     return MeasuredPrompt(name, lengths, prompt_tokens, None if correct is None else tuple(map(bool, correct)))
 

@@ -31,7 +31,6 @@ class RoundFacts:
     idle_s: tuple[float, ...]
     busy_periods: tuple[tuple[tuple[float, float], ...], ...]
     reward_wait_s: float
-    num_finished_tokens: int
     num_aborted_tokens: int
     finished: tuple[tuple[Request, int, float], ...]  # request, tokens, time
 
@@ -115,13 +114,12 @@ class Recorder:
         self._config, self._num_gpus = config, num_gpus
         self._rows, self._trace = rows, trace
         self.totals = _Totals()
-        self.last_facts: StepFacts | None = None
         self.last_update: UpdatePlan | None = None
 
     def end_step(self, update: UpdatePlan, facts: StepFacts) -> None:
         """Add the step to the sums, and write its rows and bars."""
         totals, done, size = self.totals, facts.round, facts.round.tensor_model_parallel_size
-        self.last_facts, self.last_update = facts, update
+        self.last_update = update
         totals.num_rounds += 1
         totals.num_long_rounds += update.stats.kind is RoundKind.LONG
         totals.num_samples += update.num_sequences
@@ -162,15 +160,13 @@ class Recorder:
     def _metrics(self, update: UpdatePlan, facts: StepFacts) -> dict[str, Any]:
         done, times, size = facts.round, facts.times, facts.round.tensor_model_parallel_size
         responses = [r for group in update.groups for r in group.responses]
-        scores = [r.reward for r in responses]
         step_s = facts.end_s - facts.start_s
         tokens = update.num_tokens + sum(len(r.request.prompt.token_ids) for r in responses)
         return {
             "training/global_step": update.step,
             "training/epoch": update.epoch,
             **length_metrics([r.num_tokens for r in responses], self._config.data.max_response_length),
-            **spread("critic/score", scores),
-            **spread("critic/rewards", scores),
+            **spread("critic/score", [r.reward for r in responses]),
             **rollout_metrics(update),
             "timing_s/step": step_s,
             "timing_s/gen": done.wall_s,

@@ -12,7 +12,6 @@ from rollpacker.simulator.cluster import Cluster
 from rollpacker.simulator.core import SimulatedBackend
 from rollpacker.simulator.record import Recorder, RowWriter
 from rollpacker.simulator.workload import Workload, build_workload
-from rollpacker.types import Prompt
 
 
 class Simulation:
@@ -25,7 +24,9 @@ class Simulation:
         self.cluster = Cluster(config)
         self.cluster.engine_cost(config.rollout.tensor_model_parallel_size)
         self.workload: Workload = build_workload(config)
-        self.controller = self._build_controller()
+        self.controller: StepController = build_controller(
+            config, PromptOrder.from_config(self.workload.prompts, config), num_gpus=self.cluster.num_gpus
+        )
 
     def run(self, rows: RowWriter | None = None, trace: TraceWriter | None = None) -> Recorder:
         """Simulate the whole run; its rows and bars go where they are given."""
@@ -33,19 +34,3 @@ class Simulation:
         backend = SimulatedBackend(self.config, self.cluster, self.workload, recorder)
         run(self.config.trainer.total_training_steps, self.controller, backend)
         return recorder
-
-    def _build_controller(self) -> StepController:
-        config = self.config
-        rows = {prompt_id: (tokens, domain) for prompt_id, tokens, domain in self.workload.prompts}
-        order = PromptOrder(
-            self.workload.prompts,
-            seed=config.trainer.seed if config.data.seed is None else config.data.seed,
-            shuffle=config.data.shuffle,
-            total_epochs=None if config.trainer.total_training_steps else config.trainer.total_epochs,
-        )
-        return build_controller(
-            config,
-            order,
-            num_gpus=self.cluster.num_gpus,
-            prompt_of=lambda prompt_id, epoch: Prompt(prompt_id, *rows[prompt_id], epoch),
-        )

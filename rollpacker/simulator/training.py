@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollpacker.config import Config
-from rollpacker.data.packing import assign_to_replicas
+from rollpacker.data.packing import assign_to_replicas, split_micro_batches, split_mini_batches
+from rollpacker.memory_estimate import optimizer_shards
 from rollpacker.messages import UpdatePlan
 from rollpacker.simulator import constants as k
 from rollpacker.simulator.cluster import Cluster
+from rollpacker.types import Group
 
 
 @dataclass(frozen=True)
@@ -28,58 +30,62 @@ class UpdateTimes:
 
 
 class TrainingCost:
-    """Sequences are spread over the training replicas as the trainer does it (data/packing.py); the slowest one counts."""
+    """The update as the trainer makes it (training/policy_update.py): mini-batches, each spread over the training replicas
+    and cut into micro-batches by data/packing.py; the slowest replica counts.
+    """
 
     def __init__(self, config: Config, cluster: Cluster) -> None:
-        training, algorithm = config.training, config.algorithm
+        training = config.training
         self._config, self._shape = config, cluster.shape
+        self._num_replicas = cluster.num_gpus // training.replica_size
+        self._flops = training.replica_size * cluster.gpu.flops * config.cluster.train_mfu
         model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size
-        self._replica_gpus = model_ranks * training.context_parallel_size
-        self._num_replicas = cluster.num_gpus // self._replica_gpus
-        self._flops = self._replica_gpus * cluster.gpu.flops * config.cluster.train_mfu
-        mini_batch = algorithm.ppo_mini_batch_size or config.data.train_batch_size
-        self._passes = algorithm.ppo_epochs
-        self._num_updates = math.ceil(config.data.train_batch_size / mini_batch) * algorithm.ppo_epochs
-        self._needs_reference = algorithm.use_kl_loss or algorithm.use_kl_in_reward
-        parameters = cluster.shape.num_parameters() / model_ranks
-        shards = cluster.num_gpus // model_ranks
+        parameters, num_copies = cluster.shape.num_parameters() / model_ranks, cluster.num_gpus // model_ranks
         # gradients are reduce-scattered in fp32, weights gathered in bf16; the optimizer state streams through memory once
-        moved_bytes = (4 + 2) * parameters * (shards - 1) / shards
-        self._reduce_s = moved_bytes / k.NETWORK_BANDWIDTH
-        optimizer_bytes = k.OPTIMIZER_BYTES_PER_PARAMETER * parameters
-        optimizer_bytes /= shards if training.use_distributed_optimizer else 1
-        self._optimizer_s = optimizer_bytes / (k.MEMORY_EFFICIENCY * cluster.gpu.memory_bandwidth)
+        moved_bytes = (4 + 2) * parameters * (num_copies - 1) / num_copies
+        optimizer_bytes = k.OPTIMIZER_BYTES_PER_PARAMETER * parameters / optimizer_shards(training, cluster.num_gpus)
+        optimizer_s = optimizer_bytes / (k.MEMORY_EFFICIENCY * cluster.gpu.memory_bandwidth)
+        self._optimizer_step_s = moved_bytes / k.NETWORK_BANDWIDTH + optimizer_s
 
     def times(self, update: UpdatePlan) -> UpdateTimes:
         """The stages of one update."""
-        lengths = [len(r.request.prompt.token_ids) + r.num_tokens for g in update.groups for r in g.responses]
-        per_sample = self._config.cluster.train_gpu_s_per_sample
+        config, algorithm = self._config, self._config.algorithm
+        mini_batches = split_mini_batches(update.groups, algorithm.ppo_mini_batch_size)
+        per_sample = config.cluster.train_gpu_s_per_sample
         if per_sample is not None:
-            seconds = per_sample * len(lengths) / (self._num_replicas * self._replica_gpus)
+            seconds = per_sample * update.num_sequences / (self._num_replicas * config.training.replica_size)
             return UpdateTimes(None, None, seconds, (seconds,) * self._num_replicas)
-        forward = self._forward_s(lengths)
-        recompute = self._config.training.recompute_granularity is not None
+        forward = [self._forward_s(groups) for groups in mini_batches]  # by mini-batch and replica
+        whole_s = [sum(seconds[i] for seconds in forward) for i in range(self._num_replicas)]
+        recompute = config.training.recompute_granularity is not None
         factor = 1 + k.BACKWARD_FLOPS_PER_PARAMETER / k.FORWARD_FLOPS_PER_PARAMETER + recompute
-        busy = tuple(factor * self._passes * seconds for seconds in forward)
-        update_s = max(busy) + self._num_updates * (self._reduce_s + self._optimizer_s)
+        epoch_s = sum(factor * max(seconds) + self._optimizer_step_s for seconds in forward)
         return UpdateTimes(
-            old_log_prob_s=max(forward) if self._num_updates > 1 else None,
-            ref_s=max(forward) if self._needs_reference else None,
-            update_actor_s=update_s,
-            busy_s=busy,
+            old_log_prob_s=max(whole_s) if algorithm.needs_old_logprobs(len(mini_batches)) else None,
+            ref_s=max(whole_s) if algorithm.needs_reference else None,
+            update_actor_s=algorithm.ppo_epochs * epoch_s,
+            busy_s=tuple(algorithm.ppo_epochs * factor * seconds for seconds in whole_s),
         )
 
-    def _forward_s(self, lengths: list[int]) -> list[float]:
+    def _forward_s(self, groups: Sequence[Group]) -> list[float]:
         """Seconds of one forward pass over each replica's sequences, pipeline fill and drain included."""
+        lengths = [len(r.request.prompt.token_ids) + r.num_tokens for g in groups for r in g.responses]
+        return [
+            self._replica_s([lengths[i] for i in indices])
+            for indices in assign_to_replicas(lengths, self._num_replicas)
+        ]
+
+    def _replica_s(self, lengths: Sequence[int]) -> float:
         shape, training = self._shape, self._config.training
-        dense = k.FORWARD_FLOPS_PER_PARAMETER * shape.num_parameters()
+        if not lengths:
+            return 0.0
         # scores and values of causal attention: 2 x 2 x hidden x length^2 / 2 a layer
         attention = 2 * shape.num_layers * shape.num_attention_heads * shape.head_dim
-        pipeline = training.pipeline_model_parallel_size
-        seconds = []
-        for replica in assign_to_replicas(lengths, self._num_replicas):
-            tokens = sum(lengths[i] for i in replica)
-            flops = dense * tokens + attention * sum(lengths[i] ** 2 for i in replica)
-            num_batches = max(math.ceil(tokens / training.max_tokens_per_gpu), 1)
-            seconds.append(flops / self._flops * (num_batches + pipeline - 1) / num_batches)
-        return seconds
+        dense = k.FORWARD_FLOPS_PER_PARAMETER * shape.num_parameters()
+        flops = dense * sum(lengths) + attention * sum(n**2 for n in lengths)
+        num_batches = len(
+            split_micro_batches(
+                lengths, max_tokens=training.max_tokens_per_gpu, max_sequences=training.micro_batch_size
+            )
+        )
+        return flops / self._flops * (num_batches + training.pipeline_model_parallel_size - 1) / num_batches

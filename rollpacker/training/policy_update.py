@@ -22,7 +22,7 @@ from rollpacker.comm.groups import ParallelRanks
 from rollpacker.comm.samples import Sample
 from rollpacker.comm.world import World
 from rollpacker.config import Config
-from rollpacker.data.packing import assign_to_replicas
+from rollpacker.data.packing import assign_to_replicas, split_mini_batches
 from rollpacker.messages import UpdatePlan
 from rollpacker.platform.device import Platform
 from rollpacker.training.advantages import (
@@ -96,7 +96,7 @@ class PolicyUpdate:
         responses = {r.request.index: r for g in update.groups for r in g.responses}
         mine = {s.request_index: TrainSample(s, 0.0, self._weight(responses[s.request_index])) for s in samples}
         mini_batches = self._mini_batches(update)
-        if self._needs_old_logprobs(len(mini_batches)):
+        if self._algorithm.needs_old_logprobs(len(mini_batches)):
             with stage("old_log_prob"):
                 _add(mine, "old_logprobs", self._trainer.logprobs(list(mine.values())))
         if self._reference is not None:
@@ -129,14 +129,7 @@ class PolicyUpdate:
         report.results.append(self._trainer.update(count))
 
     def _mini_batches(self, update: UpdatePlan) -> list[Sequence[Group]]:
-        """The groups of each optimizer step, in launch order; a round that came out short is cut into equal parts."""
-        groups = update.groups
-        count = math.ceil(len(groups) / (self._algorithm.ppo_mini_batch_size or max(len(groups), 1)))
-        ends = [len(groups) * (i + 1) // count for i in range(count)]
-        return [groups[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)] if groups else []
-
-    def _needs_old_logprobs(self, num_mini_batches: int) -> bool:
-        return num_mini_batches * self._algorithm.ppo_epochs > 1 or self._algorithm.use_kl_in_reward
+        return split_mini_batches(update.groups, self._algorithm.ppo_mini_batch_size)
 
     def _weight(self, response: ScoredResponse) -> float:
         """Weight of each token of the response; 0 where a response that was cut at the cap is to be left out."""

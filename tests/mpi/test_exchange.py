@@ -13,7 +13,7 @@ from rollpacker.messages import EngineProgress, Event, RequestFinished, RewardDo
 
 
 def report(world: World, digest: int = 7, k: int = 1, is_leader: bool = True) -> QuantumReport:
-    return QuantumReport(digest, is_leader, k, EngineProgress(0.5, world.rank, world.rank + 1, 2, 3, 0.25))
+    return QuantumReport(digest, is_leader, k, EngineProgress(0.5, world.rank, world.rank + 1, 2, 0.25))
 
 
 def finished(world: World, time_s: float, index: int) -> RequestFinished:

@@ -26,7 +26,7 @@ from rollpacker.policy.controller import StepController
 from rollpacker.reward.scheduler import RewardScheduler
 from rollpacker.rollout.engine import RolloutEngine
 from rollpacker.runtime.rollout import LiveRollout, place
-from rollpacker.types import Prompt, RoundKind
+from rollpacker.types import RoundKind
 
 P0, R0, MAX_TOKENS = 4, 4, 40
 EXAMPLES = [
@@ -89,13 +89,7 @@ def controller_of(world: World, tp: int) -> StepController:
         tail_batching=TailBatchingConfig(mode="paper", audit_fraction=0.1),
     )
     order = PromptOrder(EXAMPLES, seed=3, shuffle=True, total_epochs=None)
-    by_id = {e.prompt_id: e for e in EXAMPLES}
-    return build_controller(
-        config,
-        order,
-        num_gpus=world.size,
-        prompt_of=lambda name, epoch: Prompt(name, by_id[name].token_ids, epoch=epoch),
-    )
+    return build_controller(config, order, num_gpus=world.size)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -70,7 +70,7 @@ class ShuffledBackend:
         ]
 
     def events(self):
-        yield EngineProgress(0.0, 0, 5, 1, 3, 0.5)
+        yield EngineProgress(0.0, 0, 5, 1, 0.5)
         while self.is_open:
             yield self.pending.pop(self.random.randrange(len(self.pending)))
         assert not self.pending
@@ -161,7 +161,7 @@ def test_a_late_end_and_a_start_change_no_result() -> None:
         RequestStarted(0.5, 1, 2),
         RequestFinished(0.5, 1, 2, 30, "length"),
         RewardDone(0.5, 1, 2, 1.0, True, 2.5, (1.0, 1.5)),
-        EngineProgress(0.5, 1, 100, 2, 3, 0.25, 16),
+        EngineProgress(0.5, 1, 100, 2, 0.25, 16),
     ],
 )
 def test_an_event_survives_a_log(event: Event) -> None:

@@ -20,7 +20,6 @@ from rollpacker.memory_estimate import (
     activation_bytes,
     engine_weights_bytes,
     estimate_memory,
-    kv_bytes_per_token,
     layer_backward_bytes,
     layer_bytes,
     loss_bytes,
@@ -131,11 +130,15 @@ def test_micro_batches(shapes: dict[str, ModelShape]) -> None:
 
 def test_the_engine_by_hand(shapes: dict[str, ModelShape]) -> None:
     """2 (keys and values) x layers x KV heads x 128 x 2 bytes; with more ranks than KV heads each rank keeps one."""
-    assert kv_bytes_per_token(config(), shapes["7B"]) == 57_344
-    assert kv_bytes_per_token(config(), shapes["14B"]) == 196_608
-    assert kv_bytes_per_token(config(rollout={"tensor_model_parallel_size": 2}), shapes["32B"]) == 262_144 // 2
-    assert kv_bytes_per_token(config(rollout={"tensor_model_parallel_size": 28}), shapes["7B"]) == 57_344 // 4
-    assert kv_bytes_per_token(config(rollout={"dtype": "fp32"}), shapes["7B"]) == 2 * 57_344
+
+    def kv_bytes_per_token(name: str, **rollout: object) -> int:
+        return estimate_memory(config(rollout=rollout), shapes[name], 56, 80.0).kv_cache.bytes_per_token
+
+    assert kv_bytes_per_token("7B") == 57_344
+    assert kv_bytes_per_token("14B") == 196_608
+    assert kv_bytes_per_token("32B", tensor_model_parallel_size=2) == 262_144 // 2
+    assert kv_bytes_per_token("7B", tensor_model_parallel_size=28) == 57_344 // 4
+    assert kv_bytes_per_token("7B", dtype="fp32") == 2 * 57_344
     assert engine_weights_bytes(config(), shapes["7B"]) == 2 * QWEN_7B
     # Norms, 204,288 elements, are on every rank. One KV head copied to 4 ranks is as large as 4 KV heads cut in 4.
     quarter = 2 * ((QWEN_7B - 204_288) // 4 + 204_288)

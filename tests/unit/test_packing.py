@@ -5,9 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpacker.data.packing import assign_to_replicas, split_micro_batches
+from rollpacker.data.packing import assign_to_replicas, split_micro_batches, split_mini_batches
 
 lengths = st.lists(st.integers(1, 500), max_size=60)
+
+
+@given(st.lists(st.integers(), max_size=40), st.one_of(st.none(), st.integers(1, 50)))
+def test_mini_batches_are_as_few_and_as_equal_as_can_be(groups: list[int], max_groups: int | None) -> None:
+    parts = split_mini_batches(groups, max_groups)
+    assert [g for part in parts for g in part] == groups
+    sizes = [len(part) for part in parts]
+    assert len(parts) == -(-len(groups) // (max_groups or 40))
+    assert not sizes or (max(sizes) - min(sizes) <= 1 and max(sizes) <= (max_groups or 40))
 
 
 @given(lengths, st.integers(1, 8))

@@ -134,8 +134,8 @@ TABLE = DecodeTable(
         tp: {(b, c): ms + c / 32768 for b, ms in ((1, one), (64, many)) for c in (0, 32768)}
         for tp, one, many in ((2, 17.1, 24.0), (4, 11.0, 14.9), (8, 7.9, 10.4))
     },
-    kv_capacity_tokens={2: 245_000, 4: 741_000, 8: 1_700_000},
 )
+CAPACITY_TOKENS = {2: 245_000, 4: 741_000, 8: 1_700_000}
 
 
 def test_profile_interpolates_its_table_and_goes_on_past_its_end() -> None:
@@ -148,16 +148,14 @@ def test_profile_interpolates_its_table_and_goes_on_past_its_end() -> None:
 def test_profile_raises_tp_for_the_tail_and_not_for_the_bulk() -> None:
     """A few very long responses are bound by latency, which more TP lowers; many short ones by throughput."""
     cells = {1: (8.0, 19.0), 2: (5.0, 21.0)}
-    table = DecodeTable(
-        {tp: {(1, 0): one, (256 * tp, 0): full} for tp, (one, full) in cells.items()}, {1: 10**6, 2: 10**6}
-    )
-    planner = ProfilePlanner(table, num_gpus=16)
+    table = DecodeTable({tp: {(1, 0): one, (256 * tp, 0): full} for tp, (one, full) in cells.items()})
+    planner = ProfilePlanner(table, num_gpus=16, capacity_tokens=lambda tp: 10**6)
     assert planner.choose(forecast(LONG, num_requests=64, mean=8000.0, longest=32768.0)) == 2
     assert planner.choose(forecast(SHORT, num_requests=16 * 256, mean=500.0, longest=600.0)) == 1
 
 
 def test_profile_counts_turns_where_the_cache_is_too_small() -> None:
-    planner = ProfilePlanner(TABLE, num_gpus=8)
+    planner = ProfilePlanner(TABLE, num_gpus=8, capacity_tokens=CAPACITY_TOKENS.__getitem__)
     fits = planner.round_ms(2, forecast(num_requests=4 * 24, mean=10_000.0, longest=10_000.0))
     twice = planner.round_ms(2, forecast(num_requests=4 * 48, mean=10_000.0, longest=10_000.0))
     assert twice == pytest.approx(2 * fits, rel=0.1)
@@ -165,4 +163,4 @@ def test_profile_counts_turns_where_the_cache_is_too_small() -> None:
 
 def test_profile_refuses_a_table_with_holes() -> None:
     with pytest.raises(ValueError, match=r"TP 2: the table lacks .*\(4, 8\)"):
-        DecodeTable({2: {(1, 8): 1.0, (4, 16): 1.0, (1, 16): 1.0}}, {2: 1})
+        DecodeTable({2: {(1, 8): 1.0, (4, 16): 1.0, (1, 16): 1.0}})

@@ -11,7 +11,7 @@ from rollpacker.loop import run
 from rollpacker.messages import LaunchRequests, ScaleDown
 from rollpacker.model_shape import ModelShape
 from rollpacker.policy.controller import StepController
-from rollpacker.policy.kv_cache import kv_bytes_per_token, kv_capacity_tokens, projected_peak_tokens
+from rollpacker.policy.kv_cache import projected_peak_tokens
 from rollpacker.policy.offload import plan_resident_layers
 from rollpacker.policy.routing import RunningRequest
 from rollpacker.policy.scale_down import MILESTONES, ScaleDownPolicy, scale_down_refusal
@@ -26,14 +26,9 @@ def shape(num_layers: int, num_kv_heads: int) -> ModelShape:
 )
 def test_kv_bytes_per_token_of_qwen2_5(num_layers: int, num_kv_heads: int, num_bytes: int) -> None:
     model = shape(num_layers, num_kv_heads)
-    assert kv_bytes_per_token(model) == num_bytes
-    assert kv_bytes_per_token(model, tensor_model_parallel_size=2) == num_bytes // 2
-    replicated = kv_bytes_per_token(model, tensor_model_parallel_size=4 * num_kv_heads)
-    assert replicated == num_bytes // num_kv_heads
-
-
-def test_capacity_is_whole_blocks() -> None:
-    assert kv_capacity_tokens(1000, 10) == 96
+    assert model.kv_bytes_per_token(1, 2) == num_bytes
+    assert model.kv_bytes_per_token(2, 2) == num_bytes // 2
+    assert model.kv_bytes_per_token(4 * num_kv_heads, 2) == num_bytes // num_kv_heads
 
 
 def running(*rows: tuple[int, int, float]) -> list[RunningRequest]:

@@ -83,7 +83,7 @@ def test_tokens_samples_and_gpu_seconds_are_conserved(values: dict[str, Any]) ->
             assert all(done.launch_s - 1e-9 <= start <= end <= done.end_s + 1e-9 for start, end in periods)
         gpu_s = done.tensor_model_parallel_size * (math.fsum(done.busy_s) + math.fsum(done.idle_s))
         assert gpu_s == pytest.approx(simulation.cluster.num_gpus * done.wall_s)
-        assert stats.num_tokens_generated == done.num_finished_tokens + done.num_aborted_tokens
+        assert stats.num_tokens_generated == sum(n for _, n, _ in done.finished) + done.num_aborted_tokens
         assert update.num_tokens + stats.num_tokens_wasted == stats.num_tokens_generated
         assert update.num_sequences == sum(len(g.responses) for g in update.groups)
         assert all(done.launch_s <= r.finish_s <= done.end_s for g in update.groups for r in g.responses)

@@ -193,6 +193,8 @@ def test_the_samples_of_a_run_are_a_file(tmp_path: Path) -> None:
         ("a.csv", CSV + "3,1,c,5 6,1\n", "line 5: correct='1' must hold 0 or 1 for each of the 2 responses"),
         ("a.csv", CSV + "3,1,c,5 6,1 2\n", "line 5: correct='1 2'"),
         ("a.csv", CSV + "3,-1,c,5 6,1 1\n", "line 5: prompt_tokens='-1'"),
+        ("a.csv", CSV + "3, ,c,5 6,1 1\n", "line 5: prompt_tokens=' '"),
+        ("a.csv", CSV + "3,12 99,c,5 6,1 1\n", "line 5: prompt_tokens='12 99'.*a prompt has one length"),
         ("a.csv", CSV + "3,1,c,5,6,1 1\n", "line 5: more cells than the header has columns"),
         ("a.jsonl", '{"step": 1}\n', "line 1: not a row of samples.jsonl .KeyError: 'num_response_tokens'"),
         ("a.jsonl", "\n", "line 1: not a row of samples.jsonl"),

@@ -42,7 +42,7 @@ def test_a_short_round_launches_eta_times_the_prompts_and_the_responses() -> Non
     plan = controller.begin_step(1)
     assert plan is not None and plan.kind is RoundKind.SHORT
     assert len(plan.requests) == 160 * 10
-    assert (plan.num_groups, plan.responses_per_group) == (128, 8)
+    assert plan.num_groups == 128
 
 
 @pytest.mark.parametrize(

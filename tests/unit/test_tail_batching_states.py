@@ -189,7 +189,7 @@ class TailBatchMachine(RuleBasedStateMachine):
         request = self.idle.pop(i % len(self.idle))
         self.running.append(request)
         self._happen(RequestStarted(0.0, 0, request.index))
-        self._happen(EngineProgress(0.0, request.replica, 5, 0, len(self.running), 0.1, 5))
+        self._happen(EngineProgress(0.0, request.replica, 5, 0, 0.1, 5))
 
     @precondition(lambda self: self.plan is not None and self.running)
     @rule(i=st.integers(0, 10**6), tokens=st.integers(1, 1000))
