@@ -71,6 +71,12 @@ class RolloutConfig:
     max_num_seqs: int = key(256, "Most requests that one engine decodes at a time.")
     max_num_batched_tokens: int | None = key(None, "Most tokens in one engine step; null = vLLM's choice.")
     enforce_eager: bool = key(False, "Do not capture CUDA graphs (CPU runs never do).")
+    routing: str = key(
+        "even",
+        "Which replica decodes which response: even = as many each, by predicted tokens where there is a race; "
+        "isolate_tail = the predicted longest on a few replicas of their own (only simulated yet, without a race).",
+        ("even", "isolate_tail"),
+    )
     dtype: str = key("auto", "Engine weights and activations; auto = training.dtype.", ("auto", "fp32", "bf16"))
     weight_noise: float = key(
         0.0, "Relative noise put on the engine's weights at each refit, to study mismatch_correction; 0 = none."
@@ -105,7 +111,14 @@ class TailBatchingConfig:
 class PlannerConfig:
     """The rollout tensor-parallel size of a step (paper section 4.2)."""
 
-    policy: str = key("fixed", "fixed = rollout.tensor_model_parallel_size in every step.", ("fixed",))
+    policy: str = key(
+        "fixed",
+        "fixed = rollout.tensor_model_parallel_size in every step; preemption = the paper's rule, up when KV memory is "
+        "short; profile = the fastest by decode times; schedule = a list. Only fixed trains in this version.",
+        ("fixed", "preemption", "profile", "schedule"),
+    )
+    schedule: list[int] = key([], "schedule: the sizes of steps 1, 2, ...; the last one stays.")
+    literal: bool = key(False, "preemption: halve after four quiet rounds always, as the paper does.")
 
 
 @dataclass(frozen=True)
@@ -116,10 +129,36 @@ class RewardConfig:
     function: str | None = key(None, "A reward function of your own, path.py:name; replaces the verifier.")
     num_workers: int = key(1, "Processes per replica that score responses while the rollout goes on.")
     timeout_s: float = key(2.0, "Longest time one score may take, in seconds; more costs that sample (score 0).")
+    adaptive_timeout: bool = key(
+        False, "Limit each test case by the longest run of a right answer (code sandboxes; only simulated yet)."
+    )
+    min_timeout_s: float = key(2.0, "Adaptive: no limit falls below this, in seconds; timeout_s is the highest.")
+    timeout_factor: float = key(1.5, "Adaptive: the limit as a multiple of the longest run of a right answer.")
     on_error: str = key(
         "score_zero",
         "A reward that fails or is late: score_zero = 0 for that response, drop_group = its prompt is not trained.",
         ("score_zero", "drop_group"),
+    )
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """Training on finished groups while the rest decodes (paper section 4.4); only simulated in this version."""
+
+    enabled: str = key(
+        "off",
+        "on = stream, or refuse to start; auto = stream where estimator, updates and sizes admit it.",
+        ("auto", "on", "off"),
+    )
+    rounds: str = key("long", "Rounds that free half of their GPUs for training.", ("long", "all"))
+    scale_down_at: float | None = key(
+        None, "Share of finished requests at which they are freed; null = the first of .20, .25, ... .50 that fits."
+    )
+    fetch: str = key(
+        "stream",
+        "What the freed GPUs train during the rollout: each group once it is complete, or once = only those complete "
+        "at that moment.",
+        ("stream", "once"),
     )
 
 
@@ -310,6 +349,12 @@ class ClusterConfig:
     train_gpu_s_per_sample: float | None = key(
         None, "GPU-seconds that training one response takes, whatever its length; null = from FLOPs and train_mfu."
     )
+    judge_mps: bool = key(
+        True, "A judge and the engine on one GPU run together (CUDA MPS) instead of in turn (time slices)."
+    )
+    rewards_after_rollout: bool = key(
+        False, "Score only once every response is complete (verl's way) instead of while others decode."
+    )
     offload_trainer: bool = key(
         False, "The trainer leaves the GPUs during the rollout (verl's way), which takes time and frees memory for KV."
     )
@@ -326,6 +371,7 @@ class Config:
     filter: FilterConfig = field(default_factory=FilterConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

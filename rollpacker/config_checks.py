@@ -27,6 +27,8 @@ _AT_LEAST: dict[str, float] = {
     "tail_batching.audit_fraction": 0,
     "reward.num_workers": 1,
     "reward.timeout_s": 0.01,
+    "reward.min_timeout_s": 0.01,
+    "reward.timeout_factor": 1,
     "algorithm.clip_ratio_low": 0,
     "algorithm.clip_ratio_high": 0,
     "algorithm.clip_ratio_c": 1,
@@ -98,6 +100,7 @@ def validate(config: Config, prompts: str | None = "data.train_files") -> None:
             raise ConfigError(f"trainer.logger holds {logger!r}: known loggers are {', '.join(_LOGGERS)}.")
     _validate_sampling(config)
     _validate_batching(config)
+    _validate_rollout_policies(config)
     _validate_profiler(config)
     _validate_algorithm(config)
 
@@ -189,6 +192,28 @@ def _validate_batching(config: Config) -> None:
         raise ConfigError(f"training.min_lr={config.training.min_lr:g} is above training.lr={config.training.lr:g}.")
 
 
+def _validate_rollout_policies(config: Config) -> None:
+    planner, reward, stream = config.planner, config.reward, config.stream
+    if (planner.policy == "schedule") != bool(planner.schedule) or any(size < 1 for size in planner.schedule):
+        raise ConfigError(
+            f"planner.policy={planner.policy} with planner.schedule={planner.schedule}: a schedule is a list of "
+            "tensor-parallel sizes from 1 on, such as planner.policy=schedule planner.schedule=[1,2,1], and no other "
+            "policy reads one."
+        )
+    if reward.adaptive_timeout and reward.min_timeout_s > reward.timeout_s:
+        raise ConfigError(
+            f"reward.min_timeout_s={reward.min_timeout_s:g} is above reward.timeout_s={reward.timeout_s:g}, the highest "
+            "limit. Lower it, or raise the other."
+        )
+    if stream.scale_down_at is not None and not 0 < stream.scale_down_at < 1:
+        raise ConfigError(f"stream.scale_down_at={stream.scale_down_at:g}: must be a share between 0 and 1, or null.")
+    if config.rollout.routing == "isolate_tail" and config.tail_batching.mode != "off":
+        raise ConfigError(
+            f"rollout.routing=isolate_tail with tail_batching.mode={config.tail_batching.mode}: a race ends what that "
+            "routing sets apart. Use one of them."
+        )
+
+
 def _validate_algorithm(config: Config) -> None:
     algorithm, data = config.algorithm, config.data
     if (algorithm.ppo_mini_batch_size or 1) > data.train_batch_size:
@@ -273,6 +298,18 @@ def missing_features(config: Config) -> list[str]:
             "run checks the shape and the memory of more. Set it to 1, and raise training.tensor_model_parallel_size or "
             "training.pipeline_model_parallel_size if the activations then do not fit."
         )
+    simulated = {
+        "planner.policy": (config.planner.policy, "fixed"),
+        "stream.enabled": (config.stream.enabled, "off"),
+        "rollout.routing": (config.rollout.routing, "even"),
+        "reward.adaptive_timeout": (config.reward.adaptive_timeout, False),
+    }
+    for dotted, (value, built) in simulated.items():
+        if value != built:
+            missing.append(
+                f"{dotted}={str(value).lower()}: this version trains with {str(built).lower()}; `rollpacker simulate` "
+                "shows what it would do."
+            )
     return missing
 
 

@@ -205,8 +205,9 @@ def _coerce(dotted: str, value: Any, hint: Any, choices: tuple[Any, ...] | None)
         return items
     if typing.get_origin(hint) is dict:
         return _mapping(dotted, value, typing.get_args(hint)[1])
-    if value is False and choices is not None and "off" in choices:
-        value = "off"  # YAML 1.1 reads a bare `off` as a boolean
+    if isinstance(value, bool) and choices is not None:  # YAML 1.1 reads a bare `on` or `off` as a boolean
+        word = "on" if value else "off"
+        value = word if word in choices else value
     result = _scalar(dotted, value, hint)
     if choices is not None and result not in choices:
         names = ", ".join("null" if c is None else str(c) for c in choices)

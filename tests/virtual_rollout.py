@@ -33,7 +33,9 @@ from rollpacker.messages import (
 from rollpacker.policy.audit import SampleAudit
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.filters import ZeroVarianceFilter
+from rollpacker.policy.launch import RoundLauncher
 from rollpacker.policy.planner import SchedulePlanner
+from rollpacker.policy.routing import BalancedRouter
 from rollpacker.policy.scale_down import ScaleDownPolicy
 from rollpacker.policy.tail_batching import TailBatchOptions, TailBatchScheduler
 from rollpacker.types import Request
@@ -230,22 +232,26 @@ class Setting:
             total_epochs=self.total_epochs,
         )
         audit = SampleAudit(fraction=self.audit_fraction, seed=self.seed)
+        launcher = RoundLauncher(
+            SchedulePlanner(self.schedule),
+            num_gpus=self.num_gpus,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            make_router=lambda size, predict: BalancedRouter(self.num_gpus // size, predict),
+        )
         scheduler = TailBatchScheduler(
             order,
+            launcher,
             TailBatchOptions(
                 train_batch_size=self.batch,
                 num_responses=self.n,
                 eta_prompts=self.eta_prompts,
                 eta_responses=self.eta_responses,
-                max_tokens=self.max_tokens,
-                seed=self.seed,
-                num_gpus=self.num_gpus,
                 drain=self.drain,
                 total_steps=self.total_steps,
                 max_launched_ratio=self.max_launched_ratio,
                 drop_failed_groups=self.drops_failed,
             ),
-            planner=SchedulePlanner(self.schedule),
             audit=audit,
             group_filter=ZeroVarianceFilter() if self.has_filter else None,
         )
@@ -255,7 +261,7 @@ class Setting:
                 num_gpus=self.num_gpus,
                 training_replica_size=1,
                 capacity_tokens=lambda tp: self.kv_capacity_tokens,
-                predict=lambda prompt: 50.0,
+                expect=lambda n: 50.0,
                 all_rounds=True,
             )
         controller = StepController(scheduler, scheduler, reward_timeout_s=9.0, audit=audit, scale_down=scale_down)

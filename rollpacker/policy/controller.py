@@ -37,7 +37,7 @@ from rollpacker.messages import (
 from rollpacker.policy.audit import SampleAudit
 from rollpacker.policy.routing import RunningRequest
 from rollpacker.policy.timeout import AdaptiveTimeout
-from rollpacker.types import Group, Prompt, Request, ScoredResponse
+from rollpacker.types import Group, Request, ScoredResponse
 
 
 @dataclass
@@ -76,8 +76,11 @@ class RoundState:
             self.requests.append(request)
             self.requests_of.setdefault(request.prompt.key, []).append(request)
 
-    def running(self, predict: Callable[[Prompt], float]) -> list[RunningRequest]:
-        """The requests still in an engine; a running one has a token for each decode step since its first."""
+    def running(self, expect: Callable[[int], float]) -> list[RunningRequest]:
+        """The requests still in an engine; a running one has a token for each decode step since its first.
+
+        `expect(n)` is the length of a response that has n tokens.
+        """
         found = []
         for request in self.requests:
             if request.index in self.finished or request.index in self.aborted:
@@ -86,8 +89,9 @@ class RoundState:
             if request.index in self.started:
                 done = self.num_steps_of.get(request.replica, 0) - self.started[request.index] + 1
             length = len(request.prompt.token_ids)
-            tokens = length + min(max(done, 0), request.max_tokens)
-            found.append(RunningRequest(request.index, request.replica, tokens, length + predict(request.prompt)))
+            done = min(max(done, 0), request.max_tokens)
+            predicted = length + expect(done)
+            found.append(RunningRequest(request.index, request.replica, length + done, predicted))
         return found
 
     def migrate(self, index: int, replica: int) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 from rollpacker.messages import AbortRequest, Action, EndRound, LaunchRequests, RejectGroup, RoundPlan, TrainGroup
 from rollpacker.policy.controller import RoundState, build_group
 from rollpacker.policy.filters import AcceptanceRate, GroupFilter
-from rollpacker.policy.plain import RequestFactory, ReturningSource
+from rollpacker.policy.launch import RoundLauncher
+from rollpacker.policy.plain import ReturningSource
 from rollpacker.types import Request, RoundKind
 
 _Key = tuple[str, int]
@@ -31,19 +32,19 @@ class DynamicSampling:
     def __init__(
         self,
         source: ReturningSource,
-        factory: RequestFactory,
+        launcher: RoundLauncher,
         group_filter: GroupFilter,
         *,
         train_batch_size: int,
+        num_responses: int,
         max_launched_ratio: float,
-        tensor_model_parallel_size: int,
     ) -> None:
         self._source = source
-        self._factory = factory
+        self._launcher = launcher
+        self._num_responses = num_responses
         self._filter = group_filter
         self._train_batch_size = train_batch_size
         self._max_launched = max(math.floor(max_launched_ratio * train_batch_size), train_batch_size)
-        self._tensor_model_parallel_size = tensor_model_parallel_size
         self.acceptance = AcceptanceRate()
         self._window = _Window(train_batch_size)
 
@@ -54,12 +55,12 @@ class DynamicSampling:
         self._window.launch([p.key for p in prompts])
         if not prompts:
             return None
-        return RoundPlan(
-            step=step,
-            kind=RoundKind.SHORT,
-            tensor_model_parallel_size=self._tensor_model_parallel_size,
+        return self._launcher.plan(
+            step,
+            RoundKind.SHORT,
+            prompts,
             num_groups=self._train_batch_size,
-            requests=self._factory.requests(step, prompts),
+            num_responses=self._num_responses,
         )
 
     def long_queue_len(self) -> int:
@@ -67,13 +68,18 @@ class DynamicSampling:
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, and what the filter lets pass."""
-        return {"source": self._source.state_dict(), "acceptance": self.acceptance.state_dict()}
+        """The position in the data, what the filter lets pass, and what was learnt of lengths and memory."""
+        return {
+            "source": self._source.state_dict(),
+            "acceptance": self.acceptance.state_dict(),
+            "launcher": self._launcher.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to a saved state."""
         self._source.load_state_dict(state["source"])
         self.acceptance.load_state_dict(state["acceptance"])
+        self._launcher.load_state_dict(state["launcher"])
 
     def on_finished(self, state: RoundState, request: Request) -> Sequence[Action]:  # noqa: ARG002
         """A finished response only waits for its reward."""
@@ -95,6 +101,7 @@ class DynamicSampling:
 
     def on_round_end(self, state: RoundState) -> None:
         """What was left over went back when the round ended."""
+        self._launcher.end_round(state)
 
     def _num_to_launch(self, num_missing: int, *, launched: int) -> int:
         """Prompts to launch so that `num_missing` should pass the filter, within the round's bound."""
@@ -103,7 +110,7 @@ class DynamicSampling:
     def _replace(self, state: RoundState, num_missing: int) -> tuple[Request, ...]:
         prompts = self._source.draw(self._num_to_launch(num_missing, launched=len(state.requests_of)))
         self._window.launch([p.key for p in prompts])
-        return self._factory.requests(state.plan.step, prompts, first_index=len(state.requests))
+        return self._launcher.add(state, prompts, self._num_responses)
 
     def _end(self, state: RoundState) -> list[Action]:
         """Every candidate is decided: put back what lies behind the last of them, abort it, end the round."""

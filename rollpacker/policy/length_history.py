@@ -1,4 +1,5 @@
-"""LengthHistory: what a prompt's past responses say about the length of its next ones.
+"""LengthHistory: what a prompt's past responses say about the length of its next ones; and LengthDistribution: what those
+of all prompts say about how long a response that still runs will be.
 
 A prompt's record is a running mean of log length over its groups. A prompt that lost a race is known in part only: its
 finished responses count as they are, and each unfinished one as one standard deviation beyond the longest response that
@@ -10,6 +11,7 @@ Invariant: the record of a step is written after its round, from finished rounds
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +35,11 @@ class LengthHistory:
         everything = self._sum_mean / self._num_groups if self._num_groups else self._cap_log
         return math.exp(self._mean_of.get(prompt_id, everything))
 
+    @property
+    def _sigma(self) -> float:
+        """Standard deviation of log length within a group; 0 before the first."""
+        return math.sqrt(self._sum_variance / self._num_groups) if self._num_groups else 0.0
+
     def add_trained(self, prompt_id: str, lengths: Sequence[int]) -> None:
         """A group that ran to its end: tokens of each response."""
         logs = [math.log(max(n, 1)) for n in lengths]
@@ -44,8 +51,7 @@ class LengthHistory:
 
     def add_censored(self, prompt_id: str, lengths: Sequence[int], num_unfinished: int, cutoff_tokens: int) -> None:
         """A group that lost a race: what finished, and how many outlived `cutoff_tokens`, the longest that did finish."""
-        sigma = math.sqrt(self._sum_variance / self._num_groups) if self._num_groups else 0.0
-        beyond = min(math.log(max(cutoff_tokens, 1)) + sigma, self._cap_log)
+        beyond = min(math.log(max(cutoff_tokens, 1)) + self._sigma, self._cap_log)
         logs = [math.log(max(n, 1)) for n in lengths] + [beyond] * num_unfinished
         self._add(prompt_id, sum(logs) / len(logs))
 
@@ -67,3 +73,38 @@ class LengthHistory:
         self._mean_of = dict(state["mean_of"])
         self._num_groups = state["num_groups"]
         self._sum_mean, self._sum_variance = state["sum_mean"], state["sum_variance"]
+
+
+class LengthDistribution:
+    """Response lengths of many prompts, counted in bins of equal width on a log scale up to the cap."""
+
+    _NUM_BINS = 96
+
+    def __init__(self, max_tokens: int) -> None:
+        """`max_tokens` is the length cap."""
+        step = math.log(max_tokens) / self._NUM_BINS
+        self._edges = [math.exp(step * i) for i in range(1, self._NUM_BINS)]  # upper edges of all bins but the last
+        self._max_tokens = max_tokens
+        self._counts = [0] * self._NUM_BINS
+        self._sums = [0] * self._NUM_BINS
+
+    def add(self, lengths: Sequence[int]) -> None:
+        """Responses that ran to their end: their tokens."""
+        for tokens in lengths:
+            i = bisect_right(self._edges, tokens)
+            self._counts[i] += 1
+            self._sums[i] += tokens
+
+    def mean_beyond(self, num_tokens: int) -> float:
+        """Mean length of those longer than `num_tokens` (to a bin); the cap where none was."""
+        first = bisect_right(self._edges, num_tokens)
+        count = sum(self._counts[first:])
+        return max(sum(self._sums[first:]) / count, float(num_tokens)) if count else float(self._max_tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"counts": list(self._counts), "sums": list(self._sums)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to saved counts."""
+        self._counts, self._sums = list(state["counts"]), list(state["sums"])

@@ -13,25 +13,45 @@ from typing import Protocol
 
 from rollpacker.types import Prompt
 
+Predict = Callable[[Prompt], float]
+"""Expected tokens of a response."""
+
 
 class Router(Protocol):
-    """Gives each response of a launch its replica."""
+    """Gives each response of a launch its replica; one object serves one round."""
 
     def assign(self, prompts: Sequence[Prompt], first_index: int = 0) -> list[int]:
         """The replica of each response, in launch order: `prompts` names the prompt of each one."""
 
+    def release(self, index: int) -> None:
+        """The request has finished or was aborted."""
 
-class RequestRouter:
+    def observe(self, kv_cache_usage_of: Mapping[int, float], freed_replicas: Collection[int]) -> None:
+        """Share of its KV cache that each replica uses now, and the replicas that have left the rollout."""
+
+
+class LaunchRouter:
+    """The part of a router that decides from the launch alone: it only needs to know which replicas there are."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._replicas = list(range(num_replicas))
+
+    def release(self, index: int) -> None:
+        """Nothing to note."""
+
+    def observe(self, kv_cache_usage_of: Mapping[int, float], freed_replicas: Collection[int]) -> None:  # noqa: ARG002
+        """Replicas that have left the rollout get nothing more."""
+        self._replicas = [replica for replica in self._replicas if replica not in freed_replicas]
+
+
+class RequestRouter(LaunchRouter):
     """Deals responses out to the replicas one by one, so that the responses of a group decode on different replicas and
     every replica gets as many as the others (give or take one).
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-
     def assign(self, prompts: Sequence[Prompt], first_index: int = 0) -> list[int]:
         """The replica of each response, in launch order; `first_index` is the first one's place in the round."""
-        return [(first_index + i) % self._num_replicas for i in range(len(prompts))]
+        return [self._replicas[(first_index + i) % len(self._replicas)] for i in range(len(prompts))]
 
 
 class BalancedRouter:
@@ -39,10 +59,10 @@ class BalancedRouter:
 
     A replica's promise is the sum, over its live requests, of prompt plus predicted response; or what its KV cache is
     seen to hold, if that is more (a response that outlives its prediction). Launched longest first, this is Graham's
-    LPT rule; with equal predictions it deals the responses out in turn. One object serves one round.
+    LPT rule; with equal predictions it deals the responses out in turn.
     """
 
-    def __init__(self, num_replicas: int, predict: Callable[[Prompt], float], *, capacity_tokens: int = 0) -> None:
+    def __init__(self, num_replicas: int, predict: Predict, *, capacity_tokens: int = 0) -> None:
         """`capacity_tokens` is the KV cache of a replica, where `observe` is used."""
         self._predict = predict
         self._capacity_tokens = capacity_tokens

@@ -15,7 +15,7 @@ from rollpacker.messages import Action, ScaleDown
 from rollpacker.policy.controller import RoundState
 from rollpacker.policy.kv_cache import projected_peak_tokens
 from rollpacker.policy.routing import RunningRequest, plan_migration
-from rollpacker.types import Prompt, RoundKind
+from rollpacker.types import RoundKind
 
 MILESTONES = (0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50)
 
@@ -44,17 +44,25 @@ class ScaleDownPolicy:
         num_gpus: int,
         training_replica_size: int,
         capacity_tokens: Callable[[int], int],
-        predict: Callable[[Prompt], float],
+        expect: Callable[[int], float],
         is_moe: bool = False,
         all_rounds: bool = False,
+        milestones: Sequence[float] = MILESTONES,
+        must_fit: bool = True,
     ) -> None:
-        """`capacity_tokens(tp)` is the KV cache of a rollout replica; `all_rounds` lets SHORT rounds scale down too."""
+        """`capacity_tokens(tp)` is the KV cache of a rollout replica, `expect(n)` the length of a response that has
+        n tokens; `all_rounds` lets SHORT rounds scale down too.
+
+        Without `must_fit` the first milestone decides, whatever the rest will need: what is too much is preempted.
+        """
         self._num_gpus = num_gpus
         self._training_replica_size = training_replica_size
         self._capacity_tokens = capacity_tokens
-        self._predict = predict
+        self._expect = expect
         self._is_moe = is_moe
         self._all_rounds = all_rounds
+        self._milestones = tuple(milestones)
+        self._must_fit = must_fit
         self._next = 0
         self._step: int | None = None
 
@@ -66,12 +74,12 @@ class ScaleDownPolicy:
             return ()
         progress = len(state.finished) / len(state.requests)
         passed = self._next
-        while passed < len(MILESTONES) and progress >= MILESTONES[passed] - 1e-9:
+        while passed < len(self._milestones) and progress >= self._milestones[passed] - 1e-9:
             passed += 1
         if passed == self._next:
             return ()
         self._next = passed
-        found = self.plan(state.plan.tensor_model_parallel_size, state.running(self._predict))
+        found = self.plan(state.plan.tensor_model_parallel_size, state.running(self._expect))
         return () if found is None else (found,)
 
     def plan(self, tensor_model_parallel_size: int, running: Sequence[RunningRequest]) -> ScaleDown | None:
@@ -88,6 +96,6 @@ class ScaleDownPolicy:
         for request in running:
             held[targets.get(request.index, request.replica)].append(request)
         capacity = self._capacity_tokens(size)
-        if any(projected_peak_tokens(requests) > capacity for requests in held.values()):
+        if self._must_fit and any(projected_peak_tokens(requests) > capacity for requests in held.values()):
             return None
         return ScaleDown(tuple(freed), tuple(sorted(targets.items())))

@@ -35,10 +35,14 @@ def streaming_refusal(adv_estimator: str, num_updates: int) -> str | None:
 class StreamBatcher:
     """Balances tokens over training replicas; one object serves one round."""
 
-    def __init__(self, num_replicas: int, *, adv_estimator: str, num_updates: int = 1) -> None:
+    def __init__(
+        self, num_replicas: int, *, adv_estimator: str, num_updates: int = 1, fetches_once: bool = False
+    ) -> None:
+        """`fetches_once`: the freed replicas train what is complete at that moment, and nothing more before the end."""
         if num_replicas < 1:
             raise ValueError(f"num_replicas={num_replicas}: expected at least one training replica.")
         self._num_replicas = num_replicas
+        self._fetches_once = fetches_once
         self.refusal = streaming_refusal(adv_estimator, num_updates)
         self._loads: list[tuple[int, int]] = []  # heap of (tokens sent, replica), of those that train already
         self._backlog: list[Group] = []
@@ -57,7 +61,7 @@ class StreamBatcher:
 
     def on_group(self, group: Group) -> list[tuple[int, Group]]:
         """A group is complete: (replica, group) if one is free, else it waits."""
-        if not self._loads:
+        if not self._loads or (self._fetches_once and not self._has_ended):
             self._backlog.append(group)
             return []
         self.num_streamed += not self._has_ended

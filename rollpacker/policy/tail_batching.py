@@ -20,10 +20,8 @@ from rollpacker.messages import AbortRequest, Action, EndRound, LaunchRequests, 
 from rollpacker.policy.audit import SampleAudit
 from rollpacker.policy.controller import RoundState, build_group
 from rollpacker.policy.filters import AcceptanceRate, GroupFilter
-from rollpacker.policy.length_history import LengthHistory
-from rollpacker.policy.plain import RequestFactory, ReturningSource
-from rollpacker.policy.planner import ParallelismPlanner, RoundForecast
-from rollpacker.policy.routing import BalancedRouter
+from rollpacker.policy.launch import RoundLauncher
+from rollpacker.policy.plain import ReturningSource
 from rollpacker.types import Group, Prompt, Request, RoundKind
 
 _Key = tuple[str, int]
@@ -37,9 +35,6 @@ class TailBatchOptions:
     num_responses: int  # R0, responses a prompt
     eta_prompts: float
     eta_responses: float
-    max_tokens: int
-    seed: int
-    num_gpus: int
     drain: str = "training"  # training | epoch | none
     total_steps: int | None = None
     max_launched_ratio: float = 4.0
@@ -103,7 +98,6 @@ class LongPromptQueue:
 class _Race:
     """The open round, as far as the selection must know it."""
 
-    router: BalancedRouter
     finished: dict[_Key, None] = field(default_factory=dict)  # prompts in the order in which generation ended
     num_accepted: int = 0
     num_judged: int = 0
@@ -116,25 +110,21 @@ class TailBatchScheduler:
     def __init__(
         self,
         source: ReturningSource,
+        launcher: RoundLauncher,
         options: TailBatchOptions,
         *,
-        planner: ParallelismPlanner,
         audit: SampleAudit,
         group_filter: GroupFilter | None = None,
-        capacity_tokens: Callable[[int], int] = lambda tensor_model_parallel_size: 0,  # noqa: ARG005
     ) -> None:
-        """`capacity_tokens(tp)` is the KV cache of a rollout replica, 0 where its use is not reported."""
-        self._capacity_tokens = capacity_tokens
         self._source = source
+        self._launcher = launcher
         self._options = options
-        self._planner = planner
         self._audit = audit
         self._filter = group_filter
         self._queue = LongPromptQueue()
-        self._history = LengthHistory(options.max_tokens)
         self._acceptance = AcceptanceRate()
         self._epoch: int | None = None  # the one that is not drained yet, where drain is epoch
-        self._race: _Race | None = None
+        self._race = _Race()
 
     # --- what a step launches ---
 
@@ -172,40 +162,21 @@ class TailBatchScheduler:
     def _compose_long(self, step: int) -> RoundPlan:
         entries = self._queue.pop(self._options.train_batch_size)
         # Longest first; prompts of equal prediction stay in the order of the queue.
-        prompts = sorted((e.prompt for e in entries), key=lambda p: -self._history.predict(p.prompt_id))
+        prompts = sorted((e.prompt for e in entries), key=lambda p: -self._launcher.predict(p))
         return self._plan(step, RoundKind.LONG, prompts, len(prompts))
 
     def _plan(self, step: int, kind: RoundKind, prompts: Sequence[Prompt], num_groups: int) -> RoundPlan:
         options = self._options
-        num_responses = options.num_responses if kind is RoundKind.LONG else options.num_raced_responses
-        predicted = [self._history.predict(p.prompt_id) for p in prompts]
-        forecast = RoundForecast(
-            step=step,
-            kind=kind,
-            num_requests=len(prompts) * num_responses,
-            mean_tokens=sum(predicted) / len(predicted),
-            max_tokens=float(options.max_tokens) if kind is RoundKind.LONG else max(predicted),
-            prompt_tokens=sum(len(p.token_ids) for p in prompts) / len(prompts),
-        )
-        size = self._planner.choose(forecast)
-        router = BalancedRouter(options.num_gpus // size, self._predict, capacity_tokens=self._capacity_tokens(size))
-        self._race = _Race(router)
-        return RoundPlan(
-            step=step,
-            kind=kind,
-            tensor_model_parallel_size=size,
+        is_raced = kind is RoundKind.SHORT
+        self._race = _Race()
+        return self._launcher.plan(
+            step,
+            kind,
+            prompts,
             num_groups=num_groups,
-            requests=self._requests(self._race, step, prompts, num_responses),
+            num_responses=options.num_raced_responses if is_raced else options.num_responses,
+            is_raced=is_raced,
         )
-
-    def _predict(self, prompt: Prompt) -> float:
-        return self._history.predict(prompt.prompt_id)
-
-    def _requests(
-        self, race: _Race, step: int, prompts: Sequence[Prompt], num_responses: int, first_index: int = 0
-    ) -> tuple[Request, ...]:
-        factory = RequestFactory(race.router, num_responses, self._options.max_tokens, self._options.seed)
-        return factory.requests(step, prompts, first_index)
 
     def _num_to_launch(self) -> int:
         """Prompts to launch so that as many should pass the filter as race without one, within the round's bound."""
@@ -240,21 +211,21 @@ class TailBatchScheduler:
 
     def on_finished(self, state: RoundState, request: Request) -> Sequence[Action]:
         """A prompt finishes with its R0-th response: abort its others; with the P0-th prompt abort all others."""
-        race, key = self._open_race, request.prompt.key
-        race.router.release(request.index)
+        race, key = self._race, request.prompt.key
+        self._launcher.release(request.index)
         if len(state.finished_of[key]) < self._options.num_responses:
             return ()
         race.finished[key] = None
         if state.plan.kind is RoundKind.LONG:
             return ()
-        actions = [_abort(race, r) for r in state.requests_of[key] if r.index not in state.finished]
+        actions = [self._abort(r) for r in state.requests_of[key] if r.index not in state.finished]
         if self._filter is None and len(race.finished) == state.plan.num_groups:
-            actions += _abort_unfinished(race, state)
+            actions += self._abort_unfinished(state)
         return actions
 
     def on_scored(self, state: RoundState, request: Request) -> Sequence[Action]:
         """Judge a prompt that has finished and whose kept responses are all scored; replace it, or end the round."""
-        race, key = self._open_race, request.prompt.key
+        race, key = self._race, request.prompt.key
         if key not in race.finished or state.num_scored_of[key] < self._options.num_responses:
             return ()
         group = build_group(state, state.finished_of[key])
@@ -287,16 +258,9 @@ class TailBatchScheduler:
                 continue
             self._queue.push(prompt, "unfinished")
             lengths = [state.finished[r.index].num_tokens for r in finished]
-            self._history.add_censored(prompt.prompt_id, lengths, needed - len(lengths), cutoff)
+            self._launcher.history.add_censored(prompt.prompt_id, lengths, needed - len(lengths), cutoff)
         self._source.push_front(returned)
-        for group in state.trained.values():
-            self._history.add_trained(group.prompt.prompt_id, [r.num_tokens for r in group.responses])
-        self._planner.observe(state.plan.kind, state.num_preemptions)
-
-    @property
-    def _open_race(self) -> _Race:
-        assert self._race is not None, "compose() opens a round"
-        return self._race
+        self._launcher.end_round(state)
 
     def _judge(self, race: _Race, group: Group) -> TrainGroup | RejectGroup:
         if self._options.drop_failed_groups and any(r.is_reward_error for r in group.responses):
@@ -318,19 +282,30 @@ class TailBatchScheduler:
         if num_missing <= 0:
             return ()
         prompts = self._draw(min(num_missing, self._options.max_launched - num_prompts))
-        race.router.observe(state.kv_cache_usage_of, state.freed_replicas)
-        return self._requests(
-            race, state.plan.step, prompts, self._options.num_raced_responses, first_index=len(state.requests)
-        )
+        return self._launcher.add(state, prompts, self._options.num_raced_responses)
 
     def _end(self, race: _Race, state: RoundState) -> list[Action]:
         if self._filter is not None:
             self._acceptance.add_round(race.num_accepted, race.num_filtered)
-        actions = _abort_unfinished(race, state)
+        actions = self._abort_unfinished(state)
         if not race.num_accepted:  # train what there is rather than nothing
             keys = list(race.finished)[: state.plan.num_groups]
             actions += [TrainGroup(build_group(state, state.finished_of[key])) for key in keys]
         return [*actions, EndRound()]
+
+    def _abort(self, request: Request) -> Action:
+        self._launcher.release(request.index)
+        return AbortRequest(request)
+
+    def _abort_unfinished(self, state: RoundState) -> list[Action]:
+        """Abort what still runs of the prompts that have not finished; the others have no request left in an engine."""
+        return [
+            self._abort(r)
+            for r in state.requests
+            if r.prompt.key not in self._race.finished
+            and r.index not in state.finished
+            and r.index not in state.aborted
+        ]
 
     # --- checkpoints ---
 
@@ -339,9 +314,8 @@ class TailBatchScheduler:
         return {
             "source": self._source.state_dict(),
             "queue": self._queue.state_dict(),
-            "history": self._history.state_dict(),
             "acceptance": self._acceptance.state_dict(),
-            "planner": self._planner.state_dict(),
+            "launcher": self._launcher.state_dict(),
             "epoch": self._epoch,
         }
 
@@ -349,21 +323,6 @@ class TailBatchScheduler:
         """Go back to a saved state."""
         self._source.load_state_dict(state["source"])
         self._queue.load_state_dict(state["queue"], self._source.prompt)
-        self._history.load_state_dict(state["history"])
         self._acceptance.load_state_dict(state["acceptance"])
-        self._planner.load_state_dict(state["planner"])
+        self._launcher.load_state_dict(state["launcher"])
         self._epoch = state["epoch"]
-
-
-def _abort(race: _Race, request: Request) -> Action:
-    race.router.release(request.index)
-    return AbortRequest(request)
-
-
-def _abort_unfinished(race: _Race, state: RoundState) -> list[Action]:
-    """Abort what still runs of the prompts that have not finished; the others have no request left in an engine."""
-    return [
-        _abort(race, r)
-        for r in state.requests
-        if r.prompt.key not in race.finished and r.index not in state.finished and r.index not in state.aborted
-    ]

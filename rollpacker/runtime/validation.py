@@ -21,8 +21,9 @@ from rollpacker.data.prompts import PromptDataset
 from rollpacker.loop import run_round
 from rollpacker.messages import Action, Event, RequestFinished, RoundPlan
 from rollpacker.policy.controller import StepController
-from rollpacker.policy.plain import KeepEverything, PlainComposer, RequestFactory
-from rollpacker.policy.routing import RequestRouter
+from rollpacker.policy.launch import RoundLauncher
+from rollpacker.policy.plain import PlainRollout
+from rollpacker.policy.planner import FixedPlanner
 from rollpacker.profiling.rows import length_metrics
 from rollpacker.profiling.trace import Span
 from rollpacker.rollout.engine import RolloutEngine
@@ -124,19 +125,18 @@ class Validator:
 
     def _build_controller(self) -> StepController:
         config = self._config
-        tp_size = config.rollout.tensor_model_parallel_size
-        composer = PlainComposer(
+        rollout = PlainRollout(
             _EveryPrompt([Prompt(e.prompt_id, e.token_ids, e.domain) for e in self._dataset.examples]),
-            RequestFactory(
-                RequestRouter(self._world.size // tp_size),
-                num_responses=config.rollout.val_kwargs.n,
+            RoundLauncher(
+                FixedPlanner(config.rollout.tensor_model_parallel_size),
+                num_gpus=self._world.size,
                 max_tokens=config.data.max_response_length,
                 seed=config.trainer.seed,
             ),
             train_batch_size=len(self._dataset.examples),
-            tensor_model_parallel_size=tp_size,
+            num_responses=config.rollout.val_kwargs.n,
         )
-        return StepController(_SameNoise(composer), KeepEverything(), reward_timeout_s=config.reward.timeout_s)
+        return StepController(_SameNoise(rollout), rollout, reward_timeout_s=config.reward.timeout_s)
 
     def _report(self) -> _RankReport:
         answers = self._rollout.take_answers()
@@ -200,7 +200,7 @@ class _EveryPrompt:
 class _SameNoise:
     """Composes every round with the seeds of step 0, which no training step has."""
 
-    def __init__(self, composer: PlainComposer) -> None:
+    def __init__(self, composer: PlainRollout) -> None:
         self._composer = composer
 
     def compose(self, step: int) -> RoundPlan | None:

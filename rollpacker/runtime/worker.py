@@ -18,7 +18,7 @@ from rollpacker.config_file import to_yaml
 from rollpacker.data.prompts import PromptDataset, PromptOrder, load_examples
 from rollpacker.model_shape import ModelShape, read_model_shape
 from rollpacker.platform.device import Platform, select_platform
-from rollpacker.policy.assembly import build_controller
+from rollpacker.policy.assembly import Machine, build_controller
 from rollpacker.policy.controller import StepController
 from rollpacker.profiling.capture import build_capture
 from rollpacker.profiling.nvtx import StageTimer
@@ -243,7 +243,7 @@ class Worker:
         if replay is not None:  # a dump holds what its run has trained
             config = dataclasses.replace(config, filter=FilterConfig(), tail_batching=TailBatchingConfig())
         order = PromptOrder.from_config(self.checked.dataset.examples, config, config.data.domains)
-        return build_controller(config, replay or order, num_gpus=self.world.size)
+        return build_controller(config, replay or order, Machine(self.world.size))
 
     def _build_backend(self) -> ClusterBackend:
         config, world = self.config, self.world

@@ -10,6 +10,8 @@ from rollpacker.config import Config, ConfigError
 from rollpacker.config_checks import check_parallel_shape
 from rollpacker.memory_estimate import GIB, MemoryEstimate, Phase, estimate_memory
 from rollpacker.model_shape import ModelShape, check_model_shape, read_model_config
+from rollpacker.policy.assembly import Machine
+from rollpacker.policy.planner import DecodeTable, allowed_sizes
 from rollpacker.simulator import constants as k
 from rollpacker.simulator.cost import EngineCost, MeasuredCost, Roofline, read_decode_table
 
@@ -34,6 +36,8 @@ class Cluster:
         check_parallel_shape(config, self.num_gpus)
         check_model_shape(config, self.shape)
         self._check_fits(config.rollout.tensor_model_parallel_size)
+        self.engine_cost(config.rollout.tensor_model_parallel_size)
+        self.machine = Machine(self.num_gpus, self._rollout_sizes(), self.capacity_tokens, self._decode_table())
 
     @functools.cache  # noqa: B019 (one cluster a run)
     def estimate(self, tensor_model_parallel_size: int) -> MemoryEstimate:
@@ -63,6 +67,29 @@ class Cluster:
                 f"{tensor_model_parallel_size}; it has {', '.join(map(str, sorted(self._table.tpot_ms)))}."
             )
         return MeasuredCost(self._table, tensor_model_parallel_size, roofline.prefill_tokens_per_s)
+
+    def _rollout_sizes(self) -> tuple[int, ...]:
+        """Tensor-parallel sizes at which the engine holds at least one sequence, and whose speed is known."""
+        heads, kv_heads = self.shape.num_attention_heads, self.shape.num_kv_heads
+        sizes = allowed_sizes(self.num_gpus, self.gpus_per_node, heads, kv_heads)
+        known = sizes if self._table is None else tuple(s for s in sizes if s in self._table.tpot_ms)
+        return tuple(s for s in known if self.capacity_tokens(s) >= self.estimate(s).kv_cache.longest)
+
+    def _decode_table(self) -> DecodeTable:
+        """What tools/profile_engine.py would measure on this machine: the engines' own cost on a grid."""
+        most, longest = self._config.rollout.max_num_seqs, self.shape.max_position_embeddings
+        batches = [2**i for i in range(most.bit_length())]
+        contexts = [2**i for i in range(8, longest.bit_length())]
+        return DecodeTable(
+            {
+                size: {
+                    (batch, context): 1e3 * self.engine_cost(size).curve(batch).total_s(context, 1)
+                    for batch in batches
+                    for context in contexts
+                }
+                for size in self._rollout_sizes()
+            }
+        )
 
     @property
     def engine_start_s(self) -> float:

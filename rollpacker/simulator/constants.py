@@ -79,6 +79,9 @@ CODE_HANG_SHARE = 0.05
 JUDGE_PARAMETERS = 7.6e9
 JUDGE_VERDICT_TOKENS = 32
 """The judge of [RP] is a 7B model; its verdict is short (ours)."""
+GPU_SHARING = {"mps": (1.15, 1.25), "time_slicing": (2.0, 2.0)}
+"""How many times as long a decode step, and the judge, take while both are on a GPU. Time slices give each half of the
+time. Under MPS they run together: decoding is bound by memory, reading a response by FLOPs, so little is lost (ours)."""
 BETA_ACCURACY = 0.35
 """A prompt's success rate is Beta(a, a (1 - p) / p) for a mean p: with a = .35 and p = .5 half of the groups of 8 score
 all alike, as 52 to 54 % do in a public log of DAPO-Math training (PKU-DAIR/DARTS), of 16 (fit)."""

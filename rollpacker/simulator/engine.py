@@ -54,6 +54,7 @@ class Replica:
         self.busy_s = 0.0
         self.idle_s = 0.0
         self.next_event_s = math.inf
+        self.slowdown = 1.0  # of the steps from here on: another process on the same GPUs; `advance` before a change
         self.periods: list[tuple[float, float]] = []  # in which requests ran
         self._busy_since: float | None = None
         self._entries: dict[int, _Entry] = {}
@@ -85,7 +86,9 @@ class Replica:
 
         `generated_tokens` of them another replica has made. Call `schedule` when all are queued.
         """
-        self._entries[index] = _Entry(prompt_tokens, target_tokens, group, generated_tokens)
+        self._entries[index] = _Entry(
+            prompt_tokens, target_tokens, group, generated_tokens, has_started=generated_tokens > 0
+        )
         heapq.heappush(self._waiting, index)
 
     def advance(self, time_s: float) -> None:
@@ -95,7 +98,7 @@ class Replica:
                 self.idle_s += time_s - self.time_s
                 self.time_s = time_s
             return
-        left_s = time_s - self.time_s
+        left_s = (time_s - self.time_s) / self.slowdown
         if left_s <= 0 or not self._span:
             return
         assert self._curve is not None, "schedule() has priced the batch"
@@ -157,18 +160,17 @@ class Replica:
             span = 1  # admission is tried again after one step
         self._span = min(span, self._steps_to_overflow(span))
         self._curve = self._cost.curve(self.num_running)
-        mean = self._context / self.num_running
-        begin_s = self.time_s + self._prefill_s
-        self.next_event_s = begin_s + self._curve.total_s(mean, self._span)
-        return started, begin_s + (self._curve.total_s(mean, 1) if started else 0.0)
+        self.next_event_s = self._end_s(self._span)
+        return started, self._end_s(1) if started else self.time_s
+
+    def _end_s(self, num_steps: int) -> float:
+        """When so many more steps are done."""
+        assert self._curve is not None, "schedule() has priced the batch"
+        steps_s = self._curve.total_s(self._context / self.num_running, num_steps)
+        return self.time_s + self.slowdown * (self._prefill_s + steps_s)
 
     def _move(self, num_steps: int) -> None:
-        assert self._curve is not None, "schedule() has priced the batch"
-        if num_steps == self._span:
-            end_s = self.next_event_s
-        else:
-            mean = self._context / self.num_running
-            end_s = self.time_s + self._prefill_s + self._curve.total_s(mean, num_steps)
+        end_s = self.next_event_s if num_steps == self._span else self._end_s(num_steps)
         self._prefill_s = 0.0
         self.busy_s += end_s - self.time_s
         self.time_s = end_s

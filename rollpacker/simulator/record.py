@@ -15,6 +15,7 @@ from rollpacker.profiling.bubbles import idle_ratio, reward_bubble_ratio, rollou
 from rollpacker.profiling.rows import length_metrics, rollout_metrics, sample_rows, spread
 from rollpacker.profiling.trace import Span, TraceWriter
 from rollpacker.simulator.law import coverage, own_coverage
+from rollpacker.simulator.streaming import StreamTimes
 from rollpacker.simulator.training import UpdateTimes
 from rollpacker.simulator.workload import Workload
 from rollpacker.types import Request, RoundKind
@@ -29,6 +30,7 @@ class RoundFacts:
     tensor_model_parallel_size: int
     busy_s: tuple[float, ...]
     idle_s: tuple[float, ...]
+    freed_s: tuple[float, ...]  # from the scale-down to the end, for the replicas that left
     busy_periods: tuple[tuple[tuple[float, float], ...], ...]
     reward_wait_s: float
     num_aborted_tokens: int
@@ -49,6 +51,14 @@ class StepFacts:
     times: UpdateTimes
     phase_switch_s: float
     refit_s: float
+    stream: StreamTimes | None = None
+
+    @property
+    def streamed_gpu_s(self) -> float:
+        """GPU-seconds of training before the rollout's end."""
+        done = self.round
+        num_freed = done.tensor_model_parallel_size * sum(s > 0 for s in done.freed_s)
+        return 0.0 if self.stream is None else self.stream.overlap_s * num_freed
 
     @property
     def end_s(self) -> float:
@@ -98,7 +108,7 @@ class _Totals:
     num_preemptions: int = 0
     rollout_s: float = 0.0
     step_s: float = 0.0
-    busy_s: float = 0.0  # of GPUs
+    busy_s: float = 0.0  # of GPUs while a rollout is open; training on those that it has freed counts
     idle_s: float = 0.0
     num_generated: int = 0
     num_trained_tokens: int = 0
@@ -126,8 +136,8 @@ class Recorder:
         totals.num_preemptions += update.stats.num_preemptions
         totals.rollout_s += done.wall_s
         totals.step_s += facts.end_s - facts.start_s
-        totals.busy_s += size * sum(done.busy_s)
-        totals.idle_s += size * sum(done.idle_s)
+        totals.busy_s += size * sum(done.busy_s) + facts.streamed_gpu_s
+        totals.idle_s += size * sum((*done.idle_s, *done.freed_s)) - facts.streamed_gpu_s
         totals.num_generated += update.stats.num_tokens_generated
         totals.num_trained_tokens += update.num_tokens
         totals.trained += [(g.prompt.prompt_id, r.num_tokens) for g in update.groups for r in g.responses]
@@ -168,6 +178,8 @@ class Recorder:
             **length_metrics([r.num_tokens for r in responses], self._config.data.max_response_length),
             **spread("critic/score", [r.reward for r in responses]),
             **rollout_metrics(update),
+            "stream/num_groups_streamed": None if facts.stream is None else facts.stream.num_groups_streamed,
+            "stream/overlap_s": None if facts.stream is None else facts.stream.overlap_s,
             "timing_s/step": step_s,
             "timing_s/gen": done.wall_s,
             "timing_s/reward": done.reward_wait_s,

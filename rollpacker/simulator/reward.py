@@ -25,13 +25,15 @@ from rollpacker.types import Request
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a verifier says, and when."""
+    """What a verifier says, and when; meanwhile it makes each decode step of the replica `slowdown` times as long."""
 
+    begin_s: float
     done_s: float
     score: float
     is_error: bool
     execution_s: float
     case_execution_s: tuple[float, ...]
+    slowdown: float = 1.0
 
 
 class RewardQueues:
@@ -42,6 +44,8 @@ class RewardQueues:
         workers = 1 if self._kind == "judge" else config.reward.num_workers
         self._free_s = [[0.0] * workers for _ in range(num_replicas)]
         tp, gpu = tensor_model_parallel_size, cluster.gpu
+        sharing = k.GPU_SHARING["mps" if config.cluster.judge_mps else "time_slicing"]
+        self._decode_slowdown, self._judge_slowdown = sharing
         self._judge_read_s = 2 * k.JUDGE_PARAMETERS / (k.PREFILL_MFU * gpu.flops * tp)
         token_s = 2 * k.JUDGE_PARAMETERS / tp / (k.MEMORY_EFFICIENCY * gpu.memory_bandwidth) + k.STEP_OVERHEAD_S
         self._judge_write_s = k.JUDGE_VERDICT_TOKENS * token_s
@@ -53,18 +57,24 @@ class RewardQueues:
         self._scores += scores.tolist()
         self._execution_s += self._times(requests, lengths, scores)
 
-    def submit(self, action: ScoreResponse, now_s: float) -> Outcome:
-        """Score a finished response: when it is done, within its time limit or at it."""
+    def submit(self, action: ScoreResponse, now_s: float, *, shares_gpu: bool) -> Outcome:
+        """Score a finished response: when it is done, within its time limit or at it.
+
+        `shares_gpu`: the replica decodes meanwhile, which a judge on its GPUs slows, and is slowed by.
+        """
         index = action.request.index
         wanted_s, score = self._execution_s[index], self._scores[index]
         limit_s = min([action.timeout_s, *action.case_timeouts_s[:1]])
         workers = self._free_s[action.request.replica]
         is_late = wanted_s > limit_s
         execution_s = limit_s if is_late else wanted_s
-        done_s = max(now_s, workers[0]) + execution_s
-        heapq.heapreplace(workers, done_s)
+        slowdown = 1.0
+        if self._kind == "judge" and shares_gpu:
+            slowdown, execution_s = self._decode_slowdown, self._judge_slowdown * execution_s
+        begin_s = max(now_s, workers[0])
+        heapq.heapreplace(workers, begin_s + execution_s)
         cases = (execution_s,) if self._kind == "code" else ()
-        return Outcome(done_s, 0.0 if is_late else score, is_late, execution_s, cases)
+        return Outcome(begin_s, begin_s + execution_s, 0.0 if is_late else score, is_late, execution_s, cases, slowdown)
 
     def _times(self, requests: Sequence[Request], lengths: Sequence[int], scores: Floats) -> list[float]:
         if self._kind == "judge":

@@ -22,10 +22,9 @@ class Simulation:
             raise ConfigError("rollout.replay has no engines to simulate; set it to null.")
         self.config = config
         self.cluster = Cluster(config)
-        self.cluster.engine_cost(config.rollout.tensor_model_parallel_size)
         self.workload: Workload = build_workload(config)
         self.controller: StepController = build_controller(
-            config, PromptOrder.from_config(self.workload.prompts, config), num_gpus=self.cluster.num_gpus
+            config, PromptOrder.from_config(self.workload.prompts, config), self.cluster.machine
         )
 
     def run(self, rows: RowWriter | None = None, trace: TraceWriter | None = None) -> Recorder:

@@ -37,7 +37,8 @@ class TrainingCost:
     def __init__(self, config: Config, cluster: Cluster) -> None:
         training = config.training
         self._config, self._shape = config, cluster.shape
-        self._num_replicas = cluster.num_gpus // training.replica_size
+        self.replica_size = training.replica_size
+        self.num_replicas = cluster.num_gpus // training.replica_size
         self._flops = training.replica_size * cluster.gpu.flops * config.cluster.train_mfu
         model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size
         parameters, num_copies = cluster.shape.num_parameters() / model_ranks, cluster.num_gpus // model_ranks
@@ -45,7 +46,22 @@ class TrainingCost:
         moved_bytes = (4 + 2) * parameters * (num_copies - 1) / num_copies
         optimizer_bytes = k.OPTIMIZER_BYTES_PER_PARAMETER * parameters / optimizer_shards(training, cluster.num_gpus)
         optimizer_s = optimizer_bytes / (k.MEMORY_EFFICIENCY * cluster.gpu.memory_bandwidth)
-        self._optimizer_step_s = moved_bytes / k.NETWORK_BANDWIDTH + optimizer_s
+        is_measured = config.cluster.train_gpu_s_per_sample is not None  # then it is all in there
+        self.optimizer_step_s = 0.0 if is_measured else moved_bytes / k.NETWORK_BANDWIDTH + optimizer_s
+
+    @property
+    def _actor_factor(self) -> float:
+        """Forward and backward of the actor, in forward passes."""
+        recompute = self._config.training.recompute_granularity is not None
+        return 1 + k.BACKWARD_FLOPS_PER_PARAMETER / k.FORWARD_FLOPS_PER_PARAMETER + recompute
+
+    def group_s(self, group: Group) -> float:
+        """One replica trains one group, in micro-batches of its own; the reference's pass included."""
+        per_sample = self._config.cluster.train_gpu_s_per_sample
+        if per_sample is not None:
+            return per_sample * len(group.responses) / self.replica_size
+        lengths = [len(group.prompt.token_ids) + r.num_tokens for r in group.responses]
+        return (self._actor_factor + self._config.algorithm.needs_reference) * self._replica_s(lengths)
 
     def times(self, update: UpdatePlan) -> UpdateTimes:
         """The stages of one update."""
@@ -53,13 +69,12 @@ class TrainingCost:
         mini_batches = split_mini_batches(update.groups, algorithm.ppo_mini_batch_size)
         per_sample = config.cluster.train_gpu_s_per_sample
         if per_sample is not None:
-            seconds = per_sample * update.num_sequences / (self._num_replicas * config.training.replica_size)
-            return UpdateTimes(None, None, seconds, (seconds,) * self._num_replicas)
+            seconds = per_sample * update.num_sequences / (self.num_replicas * self.replica_size)
+            return UpdateTimes(None, None, seconds, (seconds,) * self.num_replicas)
         forward = [self._forward_s(groups) for groups in mini_batches]  # by mini-batch and replica
-        whole_s = [sum(seconds[i] for seconds in forward) for i in range(self._num_replicas)]
-        recompute = config.training.recompute_granularity is not None
-        factor = 1 + k.BACKWARD_FLOPS_PER_PARAMETER / k.FORWARD_FLOPS_PER_PARAMETER + recompute
-        epoch_s = sum(factor * max(seconds) + self._optimizer_step_s for seconds in forward)
+        whole_s = [sum(seconds[i] for seconds in forward) for i in range(self.num_replicas)]
+        factor = self._actor_factor
+        epoch_s = sum(factor * max(seconds) + self.optimizer_step_s for seconds in forward)
         return UpdateTimes(
             old_log_prob_s=max(whole_s) if algorithm.needs_old_logprobs(len(mini_batches)) else None,
             ref_s=max(whole_s) if algorithm.needs_reference else None,
@@ -71,8 +86,7 @@ class TrainingCost:
         """Seconds of one forward pass over each replica's sequences, pipeline fill and drain included."""
         lengths = [len(r.request.prompt.token_ids) + r.num_tokens for g in groups for r in g.responses]
         return [
-            self._replica_s([lengths[i] for i in indices])
-            for indices in assign_to_replicas(lengths, self._num_replicas)
+            self._replica_s([lengths[i] for i in indices]) for indices in assign_to_replicas(lengths, self.num_replicas)
         ]
 
     def _replica_s(self, lengths: Sequence[int]) -> float:

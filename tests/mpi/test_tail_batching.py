@@ -21,7 +21,7 @@ from rollpacker.data.tasks import Example
 from rollpacker.loop import run_round
 from rollpacker.messages import Action, Event, RoundPlan
 from rollpacker.platform.device import Platform
-from rollpacker.policy.assembly import build_controller
+from rollpacker.policy.assembly import Machine, build_controller
 from rollpacker.policy.controller import StepController
 from rollpacker.reward.scheduler import RewardScheduler
 from rollpacker.rollout.engine import RolloutEngine
@@ -89,7 +89,7 @@ def controller_of(world: World, tp: int) -> StepController:
         tail_batching=TailBatchingConfig(mode="paper", audit_fraction=0.1),
     )
     order = PromptOrder(EXAMPLES, seed=3, shuffle=True, total_epochs=None)
-    return build_controller(config, order, num_gpus=world.size)
+    return build_controller(config, order, Machine(world.size))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -188,6 +188,40 @@ def test_context_parallel_ranks_count(tmp_path: Path) -> None:
     assert missing_features(load(tmp_path)) == []
 
 
+@pytest.mark.parametrize(
+    ("override", "built"),
+    [
+        ("planner.policy=preemption", "fixed"),
+        ("stream.enabled=on", "off"),
+        ("stream.enabled=auto", "off"),
+        ("rollout.routing=isolate_tail", "even"),
+        ("reward.adaptive_timeout=true", "false"),
+    ],
+)
+def test_what_is_only_simulated_does_not_train(tmp_path: Path, override: str, built: str) -> None:
+    (text,) = missing_features(load(tmp_path, GOOD, override))
+    assert text.startswith(f"{override}: this version trains with {built};")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["planner.policy=schedule"], r"planner.policy=schedule with planner.schedule=\[\]"),
+        (["planner.schedule=[1,2]"], r"planner.policy=fixed with planner.schedule=\[1, 2\]"),
+        (["planner.policy=schedule", "planner.schedule=[1,0]"], r"sizes from 1 on"),
+        (["reward.adaptive_timeout=true", "reward.min_timeout_s=3"], r"min_timeout_s=3 is above reward.timeout_s=2"),
+        (["stream.scale_down_at=1"], r"stream.scale_down_at=1: must be a share between 0 and 1"),
+        (
+            ["rollout.routing=isolate_tail", "tail_batching.mode=paper"],
+            r"isolate_tail with tail_batching.mode=paper: a race ends what that routing sets apart",
+        ),
+    ],
+)
+def test_policies_that_contradict_each_other_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, GOOD, *overrides)
+
+
 @pytest.mark.parametrize("section", ["training", "rollout"])
 def test_tensor_parallel_groups_stay_within_a_node(tmp_path: Path, section: str) -> None:
     """Ranks of a group are neighbours, so a size that divides the node's ranks never crosses its border."""

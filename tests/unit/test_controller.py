@@ -27,8 +27,9 @@ from rollpacker.messages import (
 )
 from rollpacker.policy.audit import SampleAudit
 from rollpacker.policy.controller import StepController
-from rollpacker.policy.plain import KeepEverything, PlainComposer, RequestFactory, request_seed
-from rollpacker.policy.routing import RequestRouter
+from rollpacker.policy.launch import RoundLauncher, request_seed
+from rollpacker.policy.plain import PlainRollout
+from rollpacker.policy.planner import FixedPlanner
 from rollpacker.types import Prompt
 
 
@@ -44,13 +45,9 @@ class ListSource:
 
 
 def make_controller(num_prompts: int, batch: int = 4, n: int = 3, replicas: int = 2, **options) -> StepController:
-    composer = PlainComposer(
-        ListSource(num_prompts),
-        RequestFactory(RequestRouter(replicas), num_responses=n, max_tokens=10, seed=0),
-        train_batch_size=batch,
-        tensor_model_parallel_size=1,
-    )
-    return StepController(composer, KeepEverything(), reward_timeout_s=2.0, **options)
+    launcher = RoundLauncher(FixedPlanner(1), num_gpus=replicas, max_tokens=10, seed=0)
+    rollout = PlainRollout(ListSource(num_prompts), launcher, train_batch_size=batch, num_responses=n)
+    return StepController(rollout, rollout, reward_timeout_s=2.0, **options)
 
 
 class ShuffledBackend:
@@ -196,10 +193,10 @@ def test_a_round_may_hold_the_same_prompt_of_two_epochs() -> None:
     order = PromptOrder(
         [("a", (1,), "default"), ("b", (2,), "default"), ("c", (3,), "default")], seed=0, shuffle=True, total_epochs=4
     )
-    factory = RequestFactory(RequestRouter(1), num_responses=2, max_tokens=4, seed=0)
-    composer = PlainComposer(order, factory, train_batch_size=5, tensor_model_parallel_size=1)
+    launcher = RoundLauncher(FixedPlanner(1), num_gpus=1, max_tokens=4, seed=0)
+    rollout = PlainRollout(order, launcher, train_batch_size=5, num_responses=2)
     backend = ShuffledBackend(1)
-    assert run(None, StepController(composer, KeepEverything(), reward_timeout_s=1.0), backend) == 3
+    assert run(None, StepController(rollout, rollout, reward_timeout_s=1.0), backend) == 3
     trained = [g.prompt.key for u in backend.updates for g in u.groups]
     assert sorted(trained) == [(p, e) for p in "abc" for e in range(4)]
     seeds = {r.request.seed for u in backend.updates for g in u.groups for r in g.responses}

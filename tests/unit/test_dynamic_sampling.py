@@ -25,8 +25,8 @@ from rollpacker.messages import (
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.dynamic_sampling import DynamicSampling
 from rollpacker.policy.filters import AcceptanceRate, ZeroVarianceFilter
-from rollpacker.policy.plain import RequestFactory
-from rollpacker.policy.routing import RequestRouter
+from rollpacker.policy.launch import RoundLauncher
+from rollpacker.policy.planner import FixedPlanner
 from rollpacker.types import Prompt, Request
 
 R0 = 2
@@ -94,11 +94,11 @@ class ScriptedBackend:
 def sample(good: Sequence[bool], batch: int, ratio: float, seed: int) -> ScriptedBackend:
     sampling = DynamicSampling(
         ListSource(len(good)),
-        RequestFactory(RequestRouter(2), num_responses=R0, max_tokens=10, seed=0),
+        RoundLauncher(FixedPlanner(1), num_gpus=2, max_tokens=10, seed=0),
         ZeroVarianceFilter(),
         train_batch_size=batch,
+        num_responses=R0,
         max_launched_ratio=ratio,
-        tensor_model_parallel_size=1,
     )
     backend = ScriptedBackend(good, seed)
     run(None, StepController(sampling, sampling, reward_timeout_s=2.0), backend)

@@ -26,9 +26,9 @@ from rollpacker.policy.audit import SampleAudit
 from rollpacker.policy.controller import StepController
 from rollpacker.policy.dynamic_sampling import DynamicSampling
 from rollpacker.policy.filters import ZeroVarianceFilter
-from rollpacker.policy.plain import RequestFactory
-from rollpacker.policy.planner import PreemptionPlanner
-from rollpacker.policy.routing import RequestRouter
+from rollpacker.policy.launch import RoundLauncher
+from rollpacker.policy.planner import FixedPlanner, PreemptionPlanner
+from rollpacker.policy.routing import BalancedRouter
 from rollpacker.policy.scale_down import ScaleDownPolicy
 from rollpacker.policy.streaming import StreamBatcher
 from rollpacker.policy.tail_batching import TailBatchOptions, TailBatchScheduler
@@ -44,15 +44,19 @@ def tail_batching(num_prompts: int) -> StepController:
         num_responses=R0 - 4,
         eta_prompts=1.25,
         eta_responses=R0 / (R0 - 4),
+    )
+    launcher = RoundLauncher(
+        PreemptionPlanner((1, 2), 1),
+        num_gpus=128,
         max_tokens=32_768,
         seed=0,
-        num_gpus=128,
+        make_router=lambda size, predict: BalancedRouter(128 // size, predict),
     )
     audit = SampleAudit(fraction=0.02, seed=0)
     scheduler = TailBatchScheduler(
         order,
+        launcher,
         options,
-        planner=PreemptionPlanner((1, 2), 1),
         audit=audit,
         group_filter=ZeroVarianceFilter(),
     )
@@ -60,7 +64,7 @@ def tail_batching(num_prompts: int) -> StepController:
         num_gpus=128,
         training_replica_size=4,
         capacity_tokens=lambda tp: 10**6,
-        predict=lambda p: 1000.0,
+        expect=lambda n: 1000.0,
         all_rounds=True,
     )
     return StepController(
@@ -77,11 +81,11 @@ def dynamic_sampling(num_prompts: int) -> StepController:
     order = PromptOrder(numbered_prompts(4 * num_prompts), seed=0, shuffle=True, total_epochs=None)
     sampling = DynamicSampling(
         order,
-        RequestFactory(RequestRouter(128), R0, 32_768, 0),
+        RoundLauncher(FixedPlanner(1), num_gpus=128, max_tokens=32_768, seed=0),
         ZeroVarianceFilter(),
         train_batch_size=num_prompts,
+        num_responses=R0,
         max_launched_ratio=4.0,
-        tensor_model_parallel_size=1,
     )
     return StepController(sampling, sampling, reward_timeout_s=30.0)
 

@@ -72,7 +72,7 @@ def policy(capacity: int, num_gpus: int = 4, training: int = 1, **options) -> Sc
         num_gpus=num_gpus,
         training_replica_size=training,
         capacity_tokens=lambda tp: capacity,
-        predict=lambda prompt: 100.0,
+        expect=lambda n: 100.0,
         **options,
     )
 
@@ -88,6 +88,12 @@ def test_it_scales_down_only_if_the_peak_fits_on_the_gpus_that_stay() -> None:
     # each staying replica holds one of 300 and one of 200: 400 when the shorter ends
     assert policy(400).plan(1, requests) is not None
     assert policy(399).plan(1, requests) is None
+
+
+def test_where_it_need_not_fit_the_first_milestone_decides() -> None:
+    requests = running((0, 100, 300.0), (1, 100, 300.0), (2, 100, 200.0), (3, 100, 200.0))
+    assert policy(399, must_fit=False).plan(1, requests) == policy(400).plan(1, requests)
+    assert scaled(1, milestones=(0.4,), must_fit=False).updates[0].stats.scale_down_progress == 0.4
 
 
 @given(

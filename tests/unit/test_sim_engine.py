@@ -54,7 +54,7 @@ class StepByStep:
         self.generated = {i: job.generated for i, job in enumerate(jobs)}
         self.running: list[int] = []
         self.waiting: list[int] = []
-        self.first: set[int] = set()
+        self.first = {i for i, job in enumerate(jobs) if job.generated}  # another engine gave them theirs
         self.out = Outcome()
 
     def blocks(self, indices: list[int]) -> int:

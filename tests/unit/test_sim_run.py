@@ -25,7 +25,7 @@ from rollpacker.config import Config, ConfigError
 from rollpacker.messages import UpdatePlan
 from rollpacker.policy.assembly import build_controller
 from rollpacker.policy.controller import StepController
-from rollpacker.policy.plain import KeepEverything, PlainComposer
+from rollpacker.policy.plain import PlainRollout
 from rollpacker.policy.tail_batching import TailBatchScheduler
 from rollpacker.runtime.metrics import METRIC_NAMES, SAMPLE_FIELDS
 from rollpacker.simulator import run as simulator_run
@@ -64,6 +64,13 @@ CONFIGS = st.fixed_dictionaries(
         "rollout.max_num_seqs": st.sampled_from([2, 5, 256]),
         "rollout.tensor_model_parallel_size": st.sampled_from([1, 2, 4]),
         "rollout.gpu_memory_utilization": st.sampled_from([0.23, 0.85]),
+        "planner.policy": st.sampled_from(["fixed", "preemption", "profile"]),
+        "stream.enabled": st.sampled_from(["off", "auto"]),
+        "stream.rounds": st.sampled_from(["long", "all"]),
+        "stream.fetch": st.sampled_from(["stream", "once"]),
+        "reward.adaptive_timeout": st.sampled_from(["true", "false"]),
+        "reward.min_timeout_s": st.just(0.01),
+        "cluster.rewards_after_rollout": st.sampled_from(["true", "false"]),
         "trainer.seed": st.integers(0, 1000),
     }
 )
@@ -77,11 +84,13 @@ def test_tokens_samples_and_gpu_seconds_are_conserved(values: dict[str, Any]) ->
     now_s = simulation.cluster.engine_start_s
     for update, facts in steps:
         done, stats = facts.round, update.stats
-        for busy_s, idle_s, periods in zip(done.busy_s, done.idle_s, done.busy_periods, strict=True):
-            assert busy_s + idle_s == pytest.approx(done.wall_s, abs=1e-6)
+        for busy_s, idle_s, freed_s, periods in zip(
+            done.busy_s, done.idle_s, done.freed_s, done.busy_periods, strict=True
+        ):
+            assert busy_s + idle_s + freed_s == pytest.approx(done.wall_s, abs=1e-6)
             assert sum(end - start for start, end in periods) == pytest.approx(busy_s, abs=1e-6)
             assert all(done.launch_s - 1e-9 <= start <= end <= done.end_s + 1e-9 for start, end in periods)
-        gpu_s = done.tensor_model_parallel_size * (math.fsum(done.busy_s) + math.fsum(done.idle_s))
+        gpu_s = done.tensor_model_parallel_size * math.fsum((*done.busy_s, *done.idle_s, *done.freed_s))
         assert gpu_s == pytest.approx(simulation.cluster.num_gpus * done.wall_s)
         assert stats.num_tokens_generated == sum(n for _, n, _ in done.finished) + done.num_aborted_tokens
         assert update.num_tokens + stats.num_tokens_wasted == stats.num_tokens_generated
@@ -113,7 +122,7 @@ def test_both_worlds_have_the_same_policies() -> None:
     assert simulator_run.build_controller is build_controller
     plain, paper = (Simulation(small(f"tail_batching.mode={m}")).controller for m in ("off", "paper"))
     assert type(plain) is type(paper) is StepController
-    assert (type(plain._composer), type(plain._selection)) == (PlainComposer, KeepEverything)
+    assert (type(plain._composer), type(plain._selection)) == (PlainRollout, PlainRollout)
     assert type(paper._composer) is TailBatchScheduler and paper._composer is paper._selection
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from simulated import SETTINGS, setting, small
 
 from rollpacker.config import Config, ConfigError
-from rollpacker.policy.plain import request_seed
+from rollpacker.policy.launch import request_seed
 from rollpacker.simulator.law import coverage, own_coverage
 from rollpacker.simulator.lengths_file import read_lengths
 from rollpacker.simulator.workload import (

@@ -82,3 +82,13 @@ def test_more_than_one_optimizer_step_per_rollout_refuses_to_stream() -> None:
 def test_a_batcher_without_replicas_is_refused() -> None:
     with pytest.raises(ValueError, match="num_replicas=0"):
         StreamBatcher(0, adv_estimator="grpo")
+
+
+def test_one_fetch_takes_what_is_complete_and_leaves_the_rest_for_the_end() -> None:
+    batcher = StreamBatcher(2, adv_estimator="grpo", fetches_once=True)
+    early, late = group(0, 10), group(1, 10)
+    assert batcher.on_group(early) == []
+    assert batcher.on_scale_down([1]) == [(1, early)]
+    assert batcher.on_group(late) == []
+    assert batcher.on_rollout_end() == [(0, late)]
+    assert batcher.num_streamed == 1

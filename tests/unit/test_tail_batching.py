@@ -380,7 +380,7 @@ def test_a_lost_race_is_evidence_of_length() -> None:
         for action in controller.on(event):
             rollout.apply(action)
     controller.finish_step()
-    assert scheduler._history.predict("p1") > scheduler._history.predict("p0")
+    assert scheduler._launcher.history.predict("p1") > scheduler._launcher.history.predict("p0")
 
 
 def test_the_planners_size_sets_the_replicas_of_the_round() -> None:
