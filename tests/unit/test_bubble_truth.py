@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nsys_exports import Export
 
+from rollpacker.profiling.bubble_report import nsys_launches
 from rollpacker.profiling.bubble_report.clocks import align_clocks
 from rollpacker.profiling.bubble_report.inputs import read_sources
 from rollpacker.profiling.bubble_report.report import Report, build_report
@@ -142,6 +144,31 @@ def test_own_ranges_follow_the_queue_of_the_gpu(tmp_path: Path) -> None:
     assert ms(rows[None, "gen", "0"].compute) == pytest.approx(500, abs=0.1)
     assert ms(rows[None, "update_actor", "0"].compute) == pytest.approx(400, abs=0.1)
     assert ms(rows[None, "update_actor", "0"].leading) == pytest.approx(90, abs=0.1)
+
+
+@pytest.mark.parametrize("most", [None, 100])
+def test_many_ranges_follow_the_queue_or_a_note_says_how_many_do_not(
+    most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 rounds: gen's kernel starts when the host is in update_actor already; both run for half of the round."""
+    if most is not None:
+        monkeypatch.setattr(nsys_launches, "_MAX_DRAINED", most)
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    for i in range(300):
+        at = 0.01 * i
+        export.range(10, at, at + 0.002, "gen")
+        export.range(10, at + 0.002, at + 0.01, "update_actor")
+        export.range(10, at, at + 0.001, "forward")  # a framework's: it comes after all of the RL loop's
+        export.kernel(10, at + 0.001, at + 0.006, launch=at + 0.0005)
+        export.kernel(10, at + 0.006, at + 0.011, launch=at + 0.003)
+    report = make_report(export.write())
+    stages = report.by_stage()
+    cut = [note for note in report.notes if "are where the host set them" in note]
+    if most is None:
+        assert stages["gen"].compute / report.total.window == pytest.approx(0.5, abs=0.01) and not cut
+    else:
+        assert stages["gen"].compute / report.total.window < 0.4 and "801 of 901 range ends" in cut[0]
 
 
 def test_the_tail_of_a_stage_counts_for_those_who_finished_early(tmp_path: Path) -> None:
@@ -353,6 +380,20 @@ def test_the_causes_of_gaps(tmp_path: Path) -> None:
     found = [(round(ms(g.end - g.start)), g.cause.kind) for g in report.gaps]
     assert found == [(300, "sync call"), (200, "launch-bound"), (100, "nothing"), (50, "device wait")]
     assert "cudaStreamSynchronize" in report.gaps[0].cause.detail and report.long_gaps[report.gpus[0][0]][0] == 4
+
+
+def test_an_export_keeps_its_capture_window_with_and_without_a_clock(tmp_path: Path) -> None:
+    for has_clock in (True, False):
+        export = Export(tmp_path / f"{has_clock}.sqlite", duration_s=2.0)
+        export.process(10, {0: 0})
+        export.kernel(10, 0.5, 1.0)
+        export.range(10, 0.0, 2.0, "gen")
+        path = export.write()
+        if not has_clock:
+            with sqlite3.connect(path) as database:
+                database.execute("DROP TABLE TARGET_INFO_SESSION_START_TIME")
+        (source,) = read_sources([str(path)], StageNamer())
+        assert source.captured == (0, 2_000_000_000) and source.has_wall_clock is has_clock
 
 
 def test_hours_between_captures_are_nobodys_idle_time(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ CAUSES = ("sync call", "launch-bound", "device wait", "nothing", "unknown")
 
 # (process, start, end) of gaps -> why, in the same order; the times are the file's own.
 Explain = Callable[[Sequence[tuple[int, int, int]]], list[Cause]]
-# (process, times) -> when the GPU had drained what that process launched before each time, never earlier than the time.
+# (process, times) -> when the GPU had drained what that process launched before each time, never earlier than the time;
+# for as many of the first times as it affords.
 Drain = Callable[[int, Sequence[int]], list[int]]
 
 

@@ -63,7 +63,7 @@ def _by_gpu(
 
 
 def _set_clock(source: Source, file: NsysFile) -> None:
-    """UTC at time 0. From 2026 on the host's monotonic clock puts reports of one host on one exact clock."""
+    """The capture's window and UTC at time 0. From 2026 on the monotonic clock puts reports of one host on one clock."""
     shifted = [
         name
         for name, neutral in (
@@ -76,6 +76,8 @@ def _set_clock(source: Source, file: NsysFile) -> None:
         source.notes.append(
             f"exported with {' and '.join(shifted)} set: its times are shifted; give --offset if they differ"
         )
+    duration = file.duration_ns()
+    source.captured = (0, duration) if duration else None
     clock = file.wall_clock()
     if clock is None:
         source.has_wall_clock = False
@@ -83,8 +85,6 @@ def _set_clock(source: Source, file: NsysFile) -> None:
     source.clock_ns, system_ns = clock
     source.clock_group = f"{source.host or source.path}:{'monotonic' if system_ns is not None else 'utc'}"
     source.monotonic_ns = system_ns
-    duration = file.duration_ns()
-    source.captured = (0, duration) if duration else None
 
 
 def _trace_end(file: NsysFile, source: Source) -> int:

@@ -21,7 +21,7 @@ _MAX_NOTES = 12
 
 def text_report(report: Report) -> str:
     """What the command prints: conclusions, trust, then tables from the whole to the parts."""
-    parts = ["\n".join(_header(report)), *(f"{n}. {line}" for n, line in enumerate(conclusions(report), 1))]
+    parts = [*_header(report), *(f"{n}. {line}" for n, line in enumerate(conclusions(report), 1))]
     blocks = ["\n".join(parts)]
     if report.gpus:
         blocks += [_gpu_table(report), _stage_table(report), _step_table(report), _full_table(report)]

@@ -23,7 +23,6 @@ Label = int | str
 # Decoding is thousands of ranges with a little scheduling between them: one stage, not thousands.
 _BRIDGE_NS = 50 * MILLISECOND
 _SESSION_GAP_NS = 60 * SECOND
-_MAX_DRAINED = 400
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,14 @@ def _drained(source: Source, process: int, ranges: list[Range], namer: StageName
         meaning = namer.meaning(named.name)
         return not isinstance(meaning, StageName) or meaning.level == RL_LEVEL
 
-    chosen = ranges if 2 * len(ranges) <= _MAX_DRAINED else [r for r in ranges if is_rl(r)]
-    times = sorted({t for r in chosen for t in (r.start, r.end)})[:_MAX_DRAINED]
-    at = dict(zip(times, source.drain(process, times), strict=True))
+    # What the RL loop marked comes first: the stages of a framework only count where it says nothing.
+    times = list(dict.fromkeys(t for r in sorted(ranges, key=is_rl, reverse=True) for t in (r.start, r.end)))
+    at = dict(zip(times, source.drain(process, times), strict=False))
+    if len(at) < len(times):
+        source.notes.append(
+            f"{len(times) - len(at)} of {len(times)} range ends of a process are where the host set them: too many to "
+            "follow the GPU's queue with all"
+        )
     return [(at.get(r.start, r.start), max(at.get(r.end, r.end), at.get(r.start, r.start))) for r in ranges]
 
 
