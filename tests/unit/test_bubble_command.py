@@ -269,6 +269,14 @@ def test_folders_and_other_json_beside_traces(tmp_path: Path, capsys: pytest.Cap
     assert code == 0 and "40.0 %" in out
 
 
+def test_the_name_of_a_host_for_all_files_or_for_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    traces = [simple_export(tmp_path / f"{name}.sqlite", gpus=(name,)).write() for name in "ab"]
+    nodes = ("--node", "all", "--node", "b.sqlite=box")
+    run(capsys, *traces, *nodes, "--json", tmp_path / "o.json")
+    gpus = json.loads((tmp_path / "o.json").read_text())["gpus"]
+    assert [(gpu["host"], gpu["gpu_uuid"]) for gpu in gpus] == [("all", "a"), ("box", "b")]
+
+
 def test_our_own_trace(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Two ranks: gen 0-4 s (rank 1's engine is done at 2), exchange, update_actor to 6, update_weights to 6.5."""
     with TraceWriter(tmp_path / "events.trace.json") as trace:

@@ -1,65 +1,24 @@
-"""The report on made-up exports whose truth is known: identity, clocks, windows, stages, steps, waits, causes, trust."""
+"""The report on made-up exports whose truth is known: identity, windows, stages, steps, waits, causes."""
 
 from __future__ import annotations
 
 import sqlite3
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from bubble_reports import make_report, ms, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nsys_exports import Export
 
-from rollpacker.profiling.bubble_report import nsys_launches
-from rollpacker.profiling.bubble_report.clocks import align_clocks
+from rollpacker.profiling.bubble_report import nsys_launches, nsys_work
 from rollpacker.profiling.bubble_report.inputs import read_sources
-from rollpacker.profiling.bubble_report.report import Report, build_report
 from rollpacker.profiling.bubble_report.stage_names import StageNamer
 from rollpacker.profiling.bubble_report.tables import json_report
-from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED, build_timelines
+from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED
 
 VERSIONS = ("2023.1", "2025.3", "2026.2")
-
-
-def make_report(
-    *paths: Path,
-    is_span: bool = False,
-    offsets: tuple[str, ...] = (),
-    by_nccl: bool = False,
-    nodes: tuple[str, ...] = (),
-    stages: tuple[str, ...] = (),
-) -> Report:
-    namer = StageNamer(stages)
-    sources = read_sources([str(path) for path in paths], namer, nodes)
-    alignment = align_clocks(sources, offsets, by_nccl=by_nccl)
-    report = build_report(
-        sources, build_timelines(sources, namer, is_span=is_span), alignment, "span" if is_span else "common"
-    )
-    check_sums(report)
-    return report
-
-
-def check_sums(report: Report) -> None:
-    """The invariants of every report, in whole nanoseconds."""
-    by_gpu = defaultdict(int)
-    for row in report.rows:
-        t = row.times
-        assert min(t.compute, t.comm, t.copy, t.idle, t.leading, t.inside, t.tail, t.between) >= 0
-        assert t.compute + t.comm + t.copy + t.idle == t.window
-        assert t.leading + t.inside + t.tail + t.between == t.idle
-        by_gpu[row.gpu] += t.window
-    for gpu, times in report.gpus:
-        assert by_gpu[gpu] == times.window == next(t.window.total for t in report.timelines if t.gpu == gpu)
-
-
-def ms(nanoseconds: int) -> float:
-    return nanoseconds / 1e6
-
-
-def rows_of(report: Report) -> dict[tuple, object]:
-    return {(row.step, row.stage, row.gpu.name): row.times for row in report.rows}
 
 
 def test_kinds_are_split_and_streams_are_united(tmp_path: Path) -> None:
@@ -212,69 +171,6 @@ def test_graph_launches_are_busy_and_without_rows_they_are_not_trusted(tmp_path:
     assert report.total.bubble_ratio == pytest.approx(0.8)
 
 
-def test_dropped_events_and_warnings_are_not_trusted(tmp_path: Path) -> None:
-    export = Export(tmp_path / "a.sqlite")
-    export.process(10, {0: 0})
-    for i in range(100):
-        if i % 10 == 5:
-            export.call(10, 0.01 * i - 1e-5, 0.01 * i)  # a launch whose kernel is gone
-        else:
-            export.kernel(10, 0.01 * i, 0.01 * i + 0.009)
-    report = make_report(export.write())
-    assert report.distrust == ["a.sqlite: dropped events: 10.0% of the kernel launches left no kernel in the file"]
-
-    warned = Export(tmp_path / "b.sqlite")
-    warned.process(10, {0: 0})
-    warned.kernel(10, 0.0, 1.0)
-    warned.diagnostic("Not all OpenGL events might have been collected.")
-    warned.diagnostic("Not all NVTX events might have been collected.")
-    warned.diagnostic("Number of CUDA events collected: 12.", severity=1)
-    path = warned.write()
-    assert make_report(path).is_trusted  # no stage of it comes from NVTX
-    for number, text in enumerate(
-        ("Not all CUDA events might have been collected.", "CUPTI: 17 records were dropped.")
-    ):
-        bad = Export(tmp_path / f"c{number}.sqlite")
-        bad.process(10, {0: 0})
-        bad.kernel(10, 0.0, 1.0)
-        bad.diagnostic(text)
-        assert text in make_report(bad.write()).distrust[0]
-
-
-def test_launches_into_a_stream_capture_are_not_missed(tmp_path: Path) -> None:
-    export = Export(tmp_path / "a.sqlite")
-    export.process(10, {0: 0})
-    export.kernel(10, 0.0, 0.1)
-    export.call(10, 0.11, 0.111, "cudaStreamBeginCapture_v10000")
-    for i in range(50):
-        export.call(10, 0.12 + i * 1e-4, 0.12005 + i * 1e-4)
-    export.call(10, 0.19, 0.191, "cudaStreamEndCapture_v10000")
-    export.kernel(10, 0.2, 0.3)
-    assert make_report(export.write()).is_trusted
-
-
-def test_a_graph_row_without_timestamps_is_a_lost_graph(tmp_path: Path) -> None:
-    export = Export(tmp_path / "a.sqlite")
-    export.process(10, {0: 0})
-    export.kernel(10, 0.0, 0.1)
-    correlation = export.call(10, 0.2, 0.21, "cudaGraphLaunch_v10000")
-    row = {"start": 0, "end": 0, "deviceId": 0, "globalPid": (1 << 48) | 10 << 24, "correlationId": correlation}
-    export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", **row)
-    export.call(10, 0.22, 0.23, "cudaLaunchHostFunc_v10000")  # runs on the host: no kernel is missing
-    export.kernel(10, 0.3, 0.4)
-    (reason,) = make_report(export.write()).distrust
-    assert "graph launches left no GPU rows" in reason
-
-
-def test_low_coverage_of_launches_is_not_trusted_and_printed(tmp_path: Path) -> None:
-    export = Export(tmp_path / "a.sqlite")
-    export.process(10, {0: 0})
-    for i in range(10):
-        export.kernel(10, 0.1 * i, 0.1 * i + 0.05, correlation=None if i < 7 else 10_000 + i)
-    report = make_report(export.write())
-    assert "only 70% of the GPU operations have their launch" in report.distrust[0]
-
-
 def test_identity_processes_share_a_gpu_and_ordinals_do_not(tmp_path: Path) -> None:
     """Ray: two workers see device 0, which is GPU 0 and GPU 1; a vLLM process shares GPU 1 with the trainer."""
     export = Export(tmp_path / "a.sqlite", gpus=("u0", "u1", "u2"))
@@ -296,6 +192,49 @@ def test_identity_without_the_device_table_keeps_equal_ordinals_apart(tmp_path: 
     export.kernel(11, 0.0, 0.5)
     report = make_report(export.write())
     assert len(report.gpus) == 2 and sum("identity unknown" in note for note in report.notes) == 2
+
+
+def test_identity_without_the_device_table_goes_by_the_ordinal_that_one_process_uses(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite", version="2023.1", gpus=("u0", "u1"))
+    export.kernel(10, 0.0, 1.0, device=1)
+    report = make_report(export.write())
+    assert [gpu.key for gpu, _ in report.gpus] == ["u1"] and [gpu.key for gpu in report.not_captured] == ["u0"]
+
+
+def test_a_process_in_the_middle_of_the_table_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nsys_work, "_PEEK", 2)
+    export = Export(tmp_path / "a.sqlite")
+    for pid in (10, 11):
+        export.process(pid, {0: 0})
+    for i in range(10):
+        export.kernel(11 if i == 5 else 10, 0.1 * i, 0.1 * i + 0.1)
+    assert make_report(export.write()).total.idle == 0
+
+
+def test_collectives_are_known_by_the_demangled_name_where_it_is_the_only_one(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.kernel(10, 0.0, 0.5)
+    export.kernel(10, 0.5, 1.0, name="ncclDevKernel_AllReduce")
+    path = export.write()
+    with sqlite3.connect(path) as database:
+        database.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN shortName")
+    assert ms(make_report(path).total.comm) == 500
+
+
+def test_rows_that_are_still_in_the_write_ahead_log_are_read(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.kernel(10, 0.0, 0.5)
+    export.kernel(10, 0.9, 1.0)
+    path = export.write()
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 800000000 WHERE start = 0")
+    database.commit()
+    assert path.with_name("a.sqlite-wal").exists()
+    assert ms(make_report(path).total.idle) == 100
+    database.close()
 
 
 def test_mig_instances_are_gpus_by_their_own_uuid(tmp_path: Path) -> None:
@@ -332,39 +271,6 @@ def test_pids_of_two_nodes_collide_without_harm(tmp_path: Path) -> None:
     assert [(g.host, t.idle) for g, t in merged.gpus] == [("box", 0)]
 
 
-def skewed_nodes(tmp_path: Path, skew_s: float) -> list[Path]:
-    tmp_path.mkdir(exist_ok=True)
-    paths = []
-    for node in range(2):
-        export = Export(tmp_path / f"n{node}.sqlite", host=f"node{node}", gpus=(f"u{node}",), system_ns=node * 77 + 1)
-        export.utc_ns += round(skew_s * node * 1e9)
-        export.process(10, {0: 0})
-        for i in range(20):
-            late = 0.004 * ((i + node) % 3)  # each arrives at its own time, all leave together
-            export.kernel(10, 0.1 * i, 0.1 * i + 0.05 + late)
-            end = 0.1 * i + 0.08 + (i * i % 7) * 1e-3
-            export.kernel(10, 0.1 * i + 0.05 + late, end + node * (i % 2) * 2e-6, name="ncclDevKernel_AllReduce")
-        if node:
-            export.kernel(10, 2.5, 2.6, name="ncclDevKernel_AllReduce")  # one that the other file lacks
-        paths.append(export.write())
-    return paths
-
-
-def test_clocks_of_two_nodes_are_aligned_by_collectives(tmp_path: Path) -> None:
-    paths = skewed_nodes(tmp_path, 0.0375)
-    raw = make_report(*paths)
-    assert 0.037e9 < raw.alignment.error_ns < 0.038e9 and "--align nccl" in raw.alignment.note
-    aligned = make_report(*paths, by_nccl=True)
-    assert aligned.alignment.error_ns <= 2_000
-    assert "residual error" in aligned.alignment.note
-    starts = [t.work.compute.starts[0] for t in aligned.timelines]
-    assert abs(starts[0] - starts[1]) <= 2_000
-    again = make_report(*skewed_nodes(tmp_path / "synchronous", 0.0), by_nccl=True)
-    assert again.alignment.error_ns <= 4_000 and "taken as they are" in again.alignment.note
-    shifted = make_report(*paths, offsets=("n1.sqlite=-0.0375",))
-    assert shifted.alignment.error_ns <= 4_000
-
-
 def test_the_causes_of_gaps(tmp_path: Path) -> None:
     export = Export(tmp_path / "a.sqlite")
     export.process(10, {0: 0})
@@ -380,6 +286,33 @@ def test_the_causes_of_gaps(tmp_path: Path) -> None:
     found = [(round(ms(g.end - g.start)), g.cause.kind) for g in report.gaps]
     assert found == [(300, "sync call"), (200, "launch-bound"), (100, "nothing"), (50, "device wait")]
     assert "cudaStreamSynchronize" in report.gaps[0].cause.detail and report.long_gaps[report.gpus[0][0]][0] == 4
+
+
+def test_a_launch_before_all_calls_that_are_looked_at_is_a_wait_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nsys_launches, "_LOOK_BACK", 2)
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.kernel(10, 0.0, 0.1)
+    export.kernel(10, 0.9, 1.0, launch=0.01)
+    for i in range(5):
+        export.call(10, 0.02 + 0.01 * i, 0.021 + 0.01 * i, "cudaEventRecord_v3020")
+    (gap,) = make_report(export.write()).gaps
+    assert gap.cause.kind == "device wait"
+
+
+def test_a_gap_of_a_process_without_calls_has_no_known_cause(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.kernel(10, 0.0, 0.1, correlation=1000)
+    export.kernel(10, 0.9, 1.0, correlation=1001)
+    for pid in (None, 11):  # without any call in the file, and with another process's
+        if pid:
+            export.call(pid, 0.2, 0.8, "cudaDeviceSynchronize")
+        export.path = tmp_path / f"{pid}.sqlite"
+        (gap,) = make_report(export.write()).gaps
+        assert gap.cause.kind == "unknown"
 
 
 def test_an_export_keeps_its_capture_window_with_and_without_a_clock(tmp_path: Path) -> None:
@@ -409,6 +342,22 @@ def test_hours_between_captures_are_nobodys_idle_time(tmp_path: Path) -> None:
     report = make_report(*paths)
     assert ms(report.total.window) == 2000 and report.total.bubble_ratio == pytest.approx(0.25)
     assert list(report.by_step()) == [5, 6]
+    assert not report.gaps and report.long_gaps[report.gpus[0][0]] == (
+        1,
+        250_000_000,
+    )  # of the hole what is in the window
+
+
+def test_a_gpu_counts_as_long_as_its_own_file_recorded(tmp_path: Path) -> None:
+    """The second file's last two seconds are not the first one's idle time."""
+    paths = []
+    for index, seconds in enumerate((1.0, 3.0)):
+        export = Export(tmp_path / f"{index}.sqlite", gpus=("u0", "u1"), duration_s=seconds)
+        export.process(10 + index, {0: index})
+        export.kernel(10 + index, 0.0, seconds - 0.5)
+        export.range(10 + index, 0.0, seconds, "gen")
+        paths.append(export.write())
+    assert [ms(times.window) for _, times in make_report(*paths).gpus] == [1000, 3000]
 
 
 @pytest.mark.parametrize(
@@ -450,6 +399,50 @@ def test_names_of_stages(name: str, stage: str | None) -> None:
 )
 def test_names_of_steps(name: str, number: int | str) -> None:
     assert getattr(StageNamer().meaning(name), "number", None) == number
+
+
+def test_the_ranges_of_a_framework_count_where_the_rl_loop_says_nothing(tmp_path: Path) -> None:
+    """Between two decoding steps lies a little scheduling: still gen. Inside update_actor forward is no stage."""
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    for i in range(5):
+        export.kernel(10, 0.1 * i, 0.1 * i + 0.06)
+        export.range(10, 0.1 * i, 0.1 * i + 0.06, "execute_context_0(0)_generation_8(8)")
+    export.range(10, 0.5, 1.0, "update_actor")
+    export.range(10, 0.6, 0.9, "forward_step")
+    export.kernel(10, 0.5, 1.0)
+    stages = make_report(export.write()).by_stage()
+    assert {stage: round(ms(times.window)) for stage, times in stages.items()} == {
+        "gen": 460,
+        UNATTRIBUTED: 40,
+        "update_actor": 500,
+    }
+
+
+def test_the_best_kind_of_step_name_counts_the_steps(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.process(10, {0: 0})
+    export.range(10, 0.0, 1.0, "rollpacker/step_3")
+    export.range(10, 0.0, 1.0, "ProfilerStep#7")
+    export.kernel(10, 0.0, 1.0)
+    assert list(make_report(export.write()).by_step()) == [3]
+
+
+@pytest.mark.parametrize("rules", [(), ("^aten::mm=matmul",)])
+def test_operators_are_only_looked_at_where_the_user_names_ranges(rules: tuple[str, ...], tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class Listener(StageNamer):
+        def meaning(self, name: str):
+            asked.append(name)
+            return super().meaning(name)
+
+    export = Export(tmp_path / "a.sqlite")
+    export.range(10, 0.0, 1.0, "gen")
+    export.range(10, 0.2, 0.4, "aten::mm, op_id = 12")
+    (source,) = read_sources([str(export.write())], Listener(rules))
+    assert [named.name for named in source.ranges] == ["gen", "aten::mm"][: 1 + len(rules)]
+    assert ("aten::mm" in asked) is bool(rules)
 
 
 def test_the_users_names_come_first(tmp_path: Path) -> None:
