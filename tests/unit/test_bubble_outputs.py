@@ -12,7 +12,9 @@ from nsys_exports import Export
 
 from rollpacker.profiling.bubble_report.compare import compare_text
 from rollpacker.profiling.bubble_report.conclusions import conclusions
+from rollpacker.profiling.bubble_report.model import CAUSES
 from rollpacker.profiling.bubble_report.picture import COLOURS, svg_picture
+from rollpacker.profiling.bubble_report.tables import json_report
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -107,6 +109,17 @@ def test_a_comparison_warns_of_untrusted_reports_and_other_numbers_of_steps(tmp_
         "care. The traces hold 1 and 2 steps: compare shares, not seconds."
     )
     assert compare_text(before, before).splitlines()[0] == "Compared: the bubble did not change, it is 40.0 %."
+
+
+def test_the_docs_name_every_cause_and_every_key_of_the_json(tmp_path: Path) -> None:
+    docs = (Path(__file__).resolve().parents[2] / "docs" / "profiling.md").read_text(encoding="utf-8")
+    words, keys = docs.split("## To read it")[1].split("## Stages")[0], docs.split("## JSON")[1]
+    assert [cause for cause in CAUSES if f"`{cause}`" not in words] == []
+    document = json_report(
+        make_report(export_of(tmp_path / "a.sqlite", (0.0, 1.0), ranges=((0, 1, "step 1"),)).write())
+    )
+    rows = {key for name in ("gpus", "stages", "steps") for key in document[name][0]}
+    assert [key for key in sorted({*document, *rows}) if not re.search(rf"\b{key}\b", keys)] == []
 
 
 def drawn(picture: str, tag: str, **attributes: str) -> list[dict[str, str]]:

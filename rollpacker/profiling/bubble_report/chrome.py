@@ -167,7 +167,7 @@ class _Calls:
 
 
 class _Drain:
-    """When the work launched before a time had run: Kineto's correlation ids grow with the time of the call."""
+    """When the work launched before a time had run: operations in order of their launch, with the latest end so far."""
 
     def __init__(self, spans: list[Any], calls: list[tuple[int, int, int, str, Any]]) -> None:
         self._calls = [(call[0], call[4]) for call in calls if isinstance(call[4], int)]

@@ -126,7 +126,7 @@ def _merge_table(file: NsysFile, table: str, sql: str) -> Segments:
     if num_workers < 2:
         return _merge_rows_of(file.path, file.database, sql)
     bounds = [low + (high + 1 - low) * index // num_workers for index in range(num_workers + 1)]
-    # fork: nothing is imported again, and numpy, which starts threads, is not loaded here before the first read.
+    # fork: nothing is imported again. Where numpy is loaded by now, its threads are for linear algebra: no worker's need.
     with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("fork")) as pool:
         parts = list(pool.map(_merge_stretch, [file.path] * num_workers, [sql] * num_workers, bounds, bounds[1:]))
     found: Segments = {}
