@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nsys_exports import Export
 
-from rollpacker.profiling.bubble_report import nsys_launches, nsys_work
+from rollpacker.profiling import nvtx
+from rollpacker.profiling.bubble_report import chrome, nsys_launches, nsys_work
 from rollpacker.profiling.bubble_report.inputs import read_sources
-from rollpacker.profiling.bubble_report.stage_names import StageNamer
+from rollpacker.profiling.bubble_report.stage_names import StageName, StageNamer
 from rollpacker.profiling.bubble_report.tables import json_report
 from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED
 
@@ -220,6 +221,8 @@ def test_collectives_are_known_by_the_demangled_name_where_it_is_the_only_one(tm
     with sqlite3.connect(path) as database:
         database.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN shortName")
     assert ms(make_report(path).total.comm) == 500
+    (source,) = read_sources([str(path)], StageNamer())
+    assert source.collective_ends() == [[1_000_000_000]]  # what --align nccl compares
 
 
 def test_rows_that_are_still_in_the_write_ahead_log_are_read(tmp_path: Path) -> None:
@@ -385,6 +388,13 @@ def test_a_gpu_counts_as_long_as_its_own_file_recorded(tmp_path: Path) -> None:
 )
 def test_names_of_stages(name: str, stage: str | None) -> None:
     assert getattr(StageNamer().meaning(name), "stage", None) == stage
+
+
+def test_our_own_stages_keep_their_names() -> None:
+    """The readers of our traces are pure and do not import the names."""
+    stages = set(nvtx.STAGES) - {nvtx.STEP}
+    assert {stage for stage in stages if StageNamer().meaning(f"rollpacker/{stage}") == StageName(stage, 0)} == stages
+    assert stages >= chrome.OUR_COMPUTE | chrome.OUR_COMM
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,18 @@ from typing import Any
 
 from rollpacker.profiling.bubble_report.causes import judge
 from rollpacker.profiling.bubble_report.intervals import Intervals
-from rollpacker.profiling.bubble_report.model import BadTrace, Cause, GpuId, Range, Source, Work
+from rollpacker.profiling.bubble_report.model import COLLECTIVE_WORDS, BadTrace, Cause, GpuId, Range, Source, Work
 from rollpacker.profiling.bubble_report.nsys_trust import MIN_COVERAGE, low_coverage
 from rollpacker.profiling.bubble_report.stage_names import StageNamer
 
 MAX_JSON_BYTES = 4 << 30
-_COLLECTIVE = re.compile(r"nccl|rccl|nvshmem|cross_device_reduce|multimem_all|deep_ep", re.IGNORECASE)
+_COLLECTIVE = re.compile("|".join(COLLECTIVE_WORDS), re.IGNORECASE)
 _LAUNCH = re.compile(r"^(cuda|hip|cu)(Ext)?(Module)?Launch(?!HostFunc)\w*Kernel|^(cuda|cu|hip)GraphLaunch")
 _GRAPH_LAUNCH = re.compile(r"GraphLaunch")
 _TENSORBOARD_NAME = re.compile(r"^(?P<host>.+)_\d+\.\d+\.pt\.trace\.json(\.gz)?$")
-_OUR_COMPUTE = {"update_actor", "old_log_prob", "ref"}
-_OUR_COMM = {"exchange", "update_weights"}
+OUR_COMPUTE = {"update_actor", "old_log_prob", "ref"}
+OUR_COMM = {"exchange", "update_weights"}
+"""Which stages of our own trace count as which kind of work."""
 _MAX_LOST_SHARE = 0.05
 
 
@@ -202,9 +203,9 @@ def _own_source(path: Path, spans: list[Any], namer: StageNamer, host: str | Non
         start = _nanoseconds(event["ts"])
         end = start + _nanoseconds(event.get("dur") or 0)
         kinds = pieces.setdefault(rank, [[], [], []])
-        if lane == "engine" or (lane == "stage" and name in _OUR_COMPUTE):
+        if lane == "engine" or (lane == "stage" and name in OUR_COMPUTE):
             kinds[0].append((start, end))
-        elif lane == "stage" and name in _OUR_COMM:
+        elif lane == "stage" and name in OUR_COMM:
             kinds[1].append((start, end))
         if lane == "stage" and namer.meaning(name) is not None and end > start:
             source.ranges.append(Range(name, rank, start, end))

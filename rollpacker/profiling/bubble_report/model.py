@@ -15,6 +15,11 @@ MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
 
 
+COLLECTIVE_WORDS = ("nccl", "rccl", "nvshmem", "cross_device_reduce", "multimem_all", "deep_ep")
+"""Kernels with one of these in their name, in any case, only communicate: NCCL, RCCL, NVSHMEM, vLLM's all-reduce,
+multimem, DeepEP."""
+
+
 class BadTrace(ValueError):
     """A file that cannot be read as a trace: names the file, what is wrong, and what to do, in one line."""
 
@@ -69,6 +74,7 @@ class Cause:
 
 
 CAUSES = ("sync call", "launch-bound", "device wait", "nothing", "unknown")
+"""The most definite first: of several processes on a GPU the one that says most is heard."""
 
 # (process, start, end) of gaps -> why, in the same order; the times are the file's own.
 Explain = Callable[[Sequence[tuple[int, int, int]]], list[Cause]]

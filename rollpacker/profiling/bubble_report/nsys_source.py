@@ -11,7 +11,7 @@ from rollpacker.profiling.bubble_report.model import GpuId, Range, Source, Work
 from rollpacker.profiling.bubble_report.nsys_file import KERNEL, PROCESS_MASK, RUNTIME, NsysFile
 from rollpacker.profiling.bubble_report.nsys_launches import Launches
 from rollpacker.profiling.bubble_report.nsys_trust import diagnostics, launch_checks
-from rollpacker.profiling.bubble_report.nsys_work import COLLECTIVE_NAMES, read_work
+from rollpacker.profiling.bubble_report.nsys_work import collectives, read_work
 from rollpacker.profiling.bubble_report.stage_names import StageName, StageNamer
 
 # Push/pop and start/end ranges: of the NVTX library, and read from nvtxt files.
@@ -140,11 +140,11 @@ def _read_ranges(file: NsysFile, namer: StageNamer, trace_end: Callable[[], int]
 
 def _collective_ends(file: NsysFile) -> list[list[int]]:
     """When the collectives of each process and device ended, in order: what --align nccl compares."""
-    ids = file.string_ids(COLLECTIVE_NAMES)
-    if not ids or not file.has(KERNEL, "shortName"):
+    name, ids = collectives(file)
+    if not ids:
         return []
     sql = (
-        f"SELECT end, globalPid, deviceId FROM {KERNEL} WHERE shortName IN ({','.join(map(str, ids))}) "
+        f"SELECT end, globalPid, deviceId FROM {KERNEL} WHERE {name} IN ({','.join(map(str, ids))}) "
         f"AND end IS NOT NULL LIMIT {_MAX_COLLECTIVES}"
     )
     ends: dict[tuple[int, int], list[int]] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +17,8 @@ from typing import TypeVar
 from rollpacker.profiling.bubble_report.causes import judge
 from rollpacker.profiling.bubble_report.clocks import Alignment
 from rollpacker.profiling.bubble_report.intervals import Intervals
-from rollpacker.profiling.bubble_report.model import MILLISECOND, Cause, GpuId, Source
+from rollpacker.profiling.bubble_report.model import CAUSES, MILLISECOND, Cause, GpuId, Source
+from rollpacker.profiling.bubble_report.names import full_names
 from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED, GpuTimeline, Label, Piece
 
 K = TypeVar("K", bound=Hashable)
@@ -109,6 +111,11 @@ class Report:
     def is_trusted(self) -> bool:
         """Whether nothing speaks against the numbers."""
         return not self.distrust
+
+    @cached_property
+    def names(self) -> dict[GpuId, str]:
+        """What people call each GPU: host/GPU."""
+        return full_names([gpu for gpu, _ in self.gpus])
 
     @property
     def total(self) -> Times:
@@ -315,8 +322,7 @@ def _cause(sources: Sequence[Source], timeline: GpuTimeline, start: int, end: in
         source = sources[index]
         if source.explain is not None:
             causes += source.explain([(process, start - source.clock_ns, end - source.clock_ns)])
-    order = ("sync call", "launch-bound", "device wait", "nothing", "unknown")
-    return min(causes, key=lambda cause: order.index(cause.kind)) if causes else judge(start, end, (), None)
+    return min(causes, key=lambda cause: CAUSES.index(cause.kind)) if causes else judge(start, end, (), None)
 
 
 def _collect_notes(report: Report) -> None:
