@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bubble_reports import make_report
-from nsys_exports import Export
+from nsys_exports import Export, global_pid
 
 RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
 
@@ -66,7 +66,7 @@ def test_a_graph_row_without_timestamps_is_a_lost_graph(tmp_path: Path) -> None:
     export.process(10, {0: 0})
     export.kernel(10, 0.0, 0.1)
     correlation = export.call(10, 0.2, 0.21, "cudaGraphLaunch_v10000")
-    row = {"start": 0, "end": 0, "deviceId": 0, "globalPid": (1 << 48) | 10 << 24, "correlationId": correlation}
+    row = {"start": 0, "end": 0, "deviceId": 0, "globalPid": global_pid(10), "correlationId": correlation}
     export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", **row)
     export.call(10, 0.22, 0.23, "cudaLaunchHostFunc_v10000")  # runs on the host: no kernel is missing
     export.kernel(10, 0.3, 0.4)

@@ -10,7 +10,7 @@ import pytest
 from bubble_reports import make_report, ms, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nsys_exports import Export
+from nsys_exports import Export, global_pid
 
 from rollpacker.profiling import nvtx
 from rollpacker.profiling.bubble_report import chrome, nsys_launches, nsys_work
@@ -42,9 +42,7 @@ def test_kinds_are_split_and_streams_are_united(tmp_path: Path) -> None:
 def test_every_schema_and_every_kind_of_range(tmp_path: Path, version: str, registered: bool, kind: int) -> None:
     export = Export(tmp_path / "a.sqlite", version=version)
     export.process(10, {0: 0})
-    export.add(
-        "NVTX_EVENTS", start=-2_000_000_000, end=None, eventType=75, text="domain", globalTid=(1 << 48) | 10 << 24
-    )
+    export.add("NVTX_EVENTS", start=-2_000_000_000, end=None, eventType=75, text="domain", globalTid=global_pid(10))
     export.range(10, 0.0, 1.0, "rollpacker/step_3", kind=kind, registered=registered)
     export.range(10, 0.0, 0.6, "rollpacker/gen", kind=kind, registered=registered)
     export.range(10, 0.6, None, "rollpacker/update_actor", kind=kind, registered=registered)  # open at the end
@@ -155,10 +153,8 @@ def test_graph_launches_are_busy_and_without_rows_they_are_not_trusted(tmp_path:
     export.kernel(10, 0.0, 0.1)
     export.graph(10, 0.1, 0.9)
     export.graph(10, 0.9, 1.0)
-    export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=0, end=0, deviceId=0, globalPid=(1 << 48) | 10 << 24)
-    export.add(
-        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=5, end=10**12, deviceId=2**31 - 1, globalPid=(1 << 48) | 10 << 24
-    )
+    export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=0, end=0, deviceId=0, globalPid=global_pid(10))
+    export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=5, end=10**12, deviceId=2**31 - 1, globalPid=global_pid(10))
     report = make_report(export.write())
     assert report.is_trusted and report.total.idle == 0 and ms(report.total.compute) == 1000
 

@@ -197,7 +197,7 @@ def _lane(timeline: GpuTimeline, times: Times, axis: _Axis, name: str, top: int,
 def _area(busy: Intervals, axis: _Axis, top: int, height: int) -> str:
     """The outline of the busy share over time; neighbours of one height are one step."""
     parts: list[str] = []
-    last_level, last_x = 0, 0.0
+    last_level = 0
     bottom = top + height
     for start, end in axis.bins():
         share = busy.measure(start, end) / (end - start)
@@ -208,9 +208,9 @@ def _area(busy: Intervals, axis: _Axis, top: int, height: int) -> str:
             parts.append(f"H{x:.1f}V{y:.1f}" if last_level else f"M{x:.1f} {bottom}V{y:.1f}")
             if not level:
                 parts.append("z")
-            last_level, last_x = level, x
+            last_level = level
     if last_level:
-        parts.append(f"H{max(axis.left + axis.width, last_x):.1f}V{bottom}z")
+        parts.append(f"H{axis.left + axis.width:.1f}V{bottom}z")
     return "".join(parts)
 
 

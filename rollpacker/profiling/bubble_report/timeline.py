@@ -80,7 +80,7 @@ def _gpus(sources: Sequence[Source]) -> list[GpuTimeline]:
     found: dict[GpuId, GpuTimeline] = {}
     for index, source in enumerate(sources):
         for (process, gpu), work in source.work.items():
-            done = _shifted(work, source.clock_ns)
+            done = work.shift(source.clock_ns)
             if gpu in found:
                 found[gpu].work = found[gpu].work.merged(done)
                 found[gpu].processes.append((index, process))
@@ -92,13 +92,6 @@ def _gpus(sources: Sequence[Source]) -> list[GpuTimeline]:
 def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key under which GPU 10 comes after GPU 9."""
     return tuple((0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.split())
-
-
-def _shifted(work: Work, clock_ns: int) -> Work:
-    def shift(part: Intervals) -> Intervals:
-        return part.shift(clock_ns)
-
-    return Work(shift(work.compute), shift(work.comm), shift(work.copy))
 
 
 def _marks(sources: Sequence[Source], namer: StageNamer) -> tuple[list[_Marks], _Marks]:
@@ -180,11 +173,9 @@ def _sessions(sources: Sequence[Source]) -> list[tuple[int, int]]:
 
 def _session_bounds(low: int, high: int, gpus: list[GpuTimeline], marks: list[_Marks]) -> tuple[int, int] | None:
     """First and last moment of any work, stage or step within a session."""
-    hulls = [hull for timeline in gpus if (hull := timeline.work.hull())]
-    parts = [part.clip(low, high).hull() for t in gpus for part in (t.work.compute, t.work.comm, t.work.copy)]
-    if not hulls or not any(parts):
+    spans = [hull for timeline in gpus if (hull := timeline.work.hull(low, high))]
+    if not spans:
         return None
-    spans = [part for part in parts if part]
     spans += [(s, e) for mark in marks for pairs in mark.all.values() for s, e in pairs if e > low and s < high]
     return max(min(s for s, _ in spans), low), min(max(e for _, e in spans), high)
 
@@ -209,11 +200,7 @@ def _window(
             captured.append((min(low, hull[0]), max(high, hull[1])))
     union = Intervals.of(captured)
     if is_span:
-        work = [timeline.work.compute, timeline.work.comm, timeline.work.copy]
-        spans = []
-        for low, high in sessions:
-            hulls = [hull for part in work if (hull := part.clip(low, high).hull())]
-            spans += [(min(h[0] for h in hulls), max(h[1] for h in hulls))] if hulls else []
+        spans = [hull for low, high in sessions if (hull := timeline.work.hull(low, high))]
         return Intervals.of(spans).intersect(union)
     return Intervals.of([bound for bound in bounds if bound]).intersect(union)
 
