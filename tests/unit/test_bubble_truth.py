@@ -15,6 +15,7 @@ from nsys_exports import Export, global_pid
 from rollpacker.profiling import nvtx
 from rollpacker.profiling.bubble_report import chrome, nsys_launches, nsys_work
 from rollpacker.profiling.bubble_report.inputs import read_sources
+from rollpacker.profiling.bubble_report.intervals import Intervals
 from rollpacker.profiling.bubble_report.stage_names import StageName, StageNamer
 from rollpacker.profiling.bubble_report.tables import json_report
 from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED
@@ -104,29 +105,26 @@ def test_own_ranges_follow_the_queue_of_the_gpu(tmp_path: Path) -> None:
     assert ms(rows[None, "update_actor", "0"].leading) == pytest.approx(90, abs=0.1)
 
 
-@pytest.mark.parametrize("most", [None, 100])
+@pytest.mark.parametrize(("most", "num_left"), [(4000, 0), (700, 201), (100, 801)])
 def test_many_ranges_follow_the_queue_or_a_note_says_how_many_do_not(
-    most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    most: int, num_left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """300 rounds: gen's kernel starts when the host is in update_actor already; both run for half of the round."""
-    if most is not None:
-        monkeypatch.setattr(nsys_launches, "_MAX_DRAINED", most)
+    assert most <= nsys_launches._MAX_DRAINED
+    monkeypatch.setattr(nsys_launches, "_MAX_DRAINED", most)
     export = Export(tmp_path / "a.sqlite")
     export.process(10, {0: 0})
     for i in range(300):
         at = 0.01 * i
         export.range(10, at, at + 0.002, "gen")
         export.range(10, at + 0.002, at + 0.01, "update_actor")
-        export.range(10, at, at + 0.001, "forward")  # a framework's: it comes after all of the RL loop's
+        export.range(10, at, at + 0.001, "forward")  # a framework's: its 300 further ends come after the RL loop's 601
         export.kernel(10, at + 0.001, at + 0.006, launch=at + 0.0005)
         export.kernel(10, at + 0.006, at + 0.011, launch=at + 0.003)
     report = make_report(export.write())
-    stages = report.by_stage()
-    cut = [note for note in report.notes if "are where the host set them" in note]
-    if most is None:
-        assert stages["gen"].compute / report.total.window == pytest.approx(0.5, abs=0.01) and not cut
-    else:
-        assert stages["gen"].compute / report.total.window < 0.4 and "801 of 901 range ends" in cut[0]
+    share = report.by_stage()["gen"].compute / report.total.window
+    assert share == pytest.approx(0.5, abs=0.01) if num_left <= 300 else share < 0.4
+    assert [f"{num_left} of 901 range ends" in note for note in report.notes] == [True] * bool(num_left)
 
 
 def test_the_tail_of_a_stage_counts_for_those_who_finished_early(tmp_path: Path) -> None:
@@ -423,6 +421,29 @@ def test_the_ranges_of_a_framework_count_where_the_rl_loop_says_nothing(tmp_path
         UNATTRIBUTED: 40,
         "update_actor": 500,
     }
+
+
+def test_common_windows_are_united_once_for_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many GPUs, each with 50 ranges: twice as many intervals to unite, not four times."""
+    unite, given = Intervals.of, []
+
+    def counted(pairs) -> Intervals:
+        given.append(list(pairs))
+        return unite(given[-1])
+
+    monkeypatch.setattr(Intervals, "of", counted)
+    totals = []
+    for num_gpus in (4, 8):
+        export = Export(tmp_path / f"{num_gpus}.sqlite", gpus=tuple(f"u{gpu}" for gpu in range(num_gpus)))
+        for gpu in range(num_gpus):
+            export.process(10 + gpu, {0: gpu})
+            export.kernel(10 + gpu, 0.0, 1.0)
+            for i in range(50):
+                export.range(10 + gpu, 0.02 * i, 0.02 * i + 0.01, "gen")
+        given.clear()
+        make_report(export.write())
+        totals.append(sum(map(len, given)))
+    assert totals[1] < 2.5 * totals[0]
 
 
 def test_the_best_kind_of_step_name_counts_the_steps(tmp_path: Path) -> None:

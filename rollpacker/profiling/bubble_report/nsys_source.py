@@ -16,7 +16,7 @@ from rollpacker.profiling.bubble_report.stage_names import StageName, StageNamer
 
 # Push/pop and start/end ranges: of the NVTX library, and read from nvtxt files.
 _RANGE_TYPES = (59, 60, 70, 71)
-_MAX_COLLECTIVES = 20_000
+_MAX_COLLECTIVES = 20_000  # of all processes together
 
 
 def read_nsys(path: Path, namer: StageNamer, host: str | None) -> Source:
