@@ -145,6 +145,17 @@ def test_the_tail_of_a_stage_counts_for_those_who_finished_early(tmp_path: Path)
     assert span.total.idle == 0 and [round(ms(t.window)) for _, t in span.gpus] == [5000, 6000, 7000, 10_000]
 
 
+def test_a_gpu_without_work_in_a_stage_waited_since_it_began(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite", gpus=("u0", "u1"))
+    export.kernel(10, 0.2, 0.7)
+    for gpu in range(2):
+        export.process(10 + gpu, {0: gpu})
+        export.range(10 + gpu, 0.0, 1.0, "gen")
+        export.kernel(10 + gpu, 1.0, 2.0)
+    (wait,) = make_report(export.write()).waits
+    assert (wait.last.name, ms(wait.waited)) == ("0", 700)
+
+
 def test_graph_launches_are_busy_and_without_rows_they_are_not_trusted(tmp_path: Path) -> None:
     export = Export(tmp_path / "a.sqlite")
     export.process(10, {0: 0})
@@ -299,6 +310,21 @@ def test_a_launch_before_all_calls_that_are_looked_at_is_a_wait_of_the_device(
     assert gap.cause.kind == "device wait"
 
 
+def test_the_process_that_says_most_gives_the_cause(tmp_path: Path) -> None:
+    """Two processes on one GPU: one did nothing with CUDA in the gap, the other waited in a call, whichever is asked first."""
+    for other in (9, 11):
+        export = Export(tmp_path / f"{other}.sqlite")
+        for pid in (10, other):
+            export.process(pid, {0: 0})
+        export.kernel(10, 0.0, 0.1)
+        export.call(10, 0.1, 0.89, "cudaStreamSynchronize_v3020")
+        export.kernel(10, 0.9, 1.0)
+        export.kernel(other, 0.0, 0.1)
+        export.kernel(other, 0.9, 1.0)
+        (gap,) = make_report(export.write()).gaps
+        assert gap.cause.kind == "sync call"
+
+
 def test_a_gap_of_a_process_without_calls_has_no_known_cause(tmp_path: Path) -> None:
     export = Export(tmp_path / "a.sqlite")
     export.process(10, {0: 0})
@@ -421,6 +447,24 @@ def test_the_ranges_of_a_framework_count_where_the_rl_loop_says_nothing(tmp_path
         UNATTRIBUTED: 40,
         "update_actor": 500,
     }
+
+
+def test_short_breaks_between_the_ranges_of_a_framework_are_bridged(tmp_path: Path) -> None:
+    """For the GPU that marks them, whatever others do in the break, and for one that marks nothing, between processes."""
+    export = Export(tmp_path / "a.sqlite", gpus=("u0", "u1", "u2"))
+    for gpu in range(3):
+        export.process(10 + gpu, {0: gpu})
+        export.kernel(10 + gpu, 0.0, 0.38, correlation=1)  # without calls: ranges stay where the host set them
+    for pid, start, end, name in (
+        (10, 0.00, 0.10, "execute_context_0(0)_generation_8(8)"),
+        (11, 0.10, 0.14, "forward_step"),
+        (10, 0.14, 0.24, "execute_context_0(0)_generation_8(8)"),
+        (11, 0.28, 0.38, "execute_context_0(0)_generation_8(8)"),
+    ):
+        export.range(pid, start, end, name)
+    rows = rows_of(make_report(export.write()))
+    assert (None, "forward", "0") not in rows and ms(rows[None, "forward", "2"].window) == 40
+    assert ms(rows[None, "gen", "0"].window) == 380 and ms(rows[None, "gen", "2"].window) == 340
 
 
 def test_common_windows_are_united_once_for_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
