@@ -311,7 +311,7 @@ def test_a_launch_before_all_calls_that_are_looked_at_is_a_wait_of_the_device(
 
 
 def test_the_process_that_says_most_gives_the_cause(tmp_path: Path) -> None:
-    """Two processes on one GPU: one did nothing with CUDA in the gap, the other waited in a call, whichever is asked first."""
+    """Two processes on one GPU: one did nothing with CUDA in the gap, the other waited in a call, whichever comes first."""
     for other in (9, 11):
         export = Export(tmp_path / f"{other}.sqlite")
         for pid in (10, other):
