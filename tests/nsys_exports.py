@@ -99,11 +99,10 @@ class Export:
         launch: float | None = None,
         correlation: int | None = None,
         stream: int = 7,
-        has_launch: bool = True,
     ) -> None:
         """A kernel; it starts at once when launched unless `launch` says otherwise."""
         at = start if launch is None else launch
-        if correlation is None and has_launch:
+        if correlation is None:
             correlation = self.call(pid, at, at + 4e-6)
         self._operation("CUPTI_ACTIVITY_KIND_KERNEL", pid, start, end, device, stream, correlation, name)
 

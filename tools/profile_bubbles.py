@@ -91,7 +91,8 @@ def _write_files(options: argparse.Namespace, report: Report, before: Report | N
         outputs.append((options.svg, svg_picture(report)))
     if options.html:
         outputs.append((options.html, html_page(report, comparison)))
-    inputs = {Path(source.path).resolve() for source in report.sources}
+    reports = [report] if before is None else [report, before]
+    inputs = {Path(source.path).resolve() for read in reports for source in read.sources}
     for path, _ in outputs:
         if path != "-" and Path(path).resolve() in inputs:
             raise BadTrace(f"{path}: is one of the traces and would be overwritten; name another output file.")

@@ -99,8 +99,8 @@ class TorchCapture:
 
 
 def build_capture(tool: str, steps: Sequence[int], ranks: Sequence[int], rank: int, folder: Path) -> StepCapture | None:
-    """The capture of this rank: `tool` is nsys or torch, or none; None for a rank that is not chosen (empty = all are)."""
-    if tool == "none" or not steps or (ranks and rank not in ranks):
+    """The capture of this rank, by `tool` nsys or torch; None without steps and for a rank not chosen (empty = all are)."""
+    if not steps or (ranks and rank not in ranks):
         return None
     if tool == "torch":
         return TorchCapture(steps, folder)

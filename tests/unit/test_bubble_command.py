@@ -64,7 +64,7 @@ def test_all_outputs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     options = [text for kind, path in files.items() for text in (f"--{kind}", path)]
     code, out, err = run(capsys, trace, "--compare", before, *options)
     assert (code, err) == (0, "")
-    assert out.startswith("\n1. 1 GPU was idle for 40.0 % of the time")
+    assert out.startswith("1. 1 GPU was idle for 40.0 % of the time")
     assert "the bubble fell by 20.0 points, from 60.0 % to 40.0 %" in out and "-20.0 points" in out
 
     document = json.loads(files["json"].read_text())
@@ -78,6 +78,7 @@ def test_all_outputs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert document["steps"][0]["step"] == 1
     assert document["compare"][0]["bubble_ratio"] == pytest.approx([0.6, 0.4, -0.2])
     assert len(document["summary"]) == 3
+    assert "the bubble did not change, it is 40.0 %." in run(capsys, trace, "--compare", trace)[1]
 
     (row,) = csv.DictReader(io.StringIO(files["csv"].read_text()))
     assert (row["step"], row["stage"], float(row["idle_s"])) == ("1", "gen", pytest.approx(0.4))
@@ -97,15 +98,38 @@ def test_the_environment_of_the_process_is_never_shown(tmp_path: Path, capsys: p
         assert "SECRET" not in text and "hf_do_not" not in text
 
 
-def test_the_traces_are_only_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def stand_in_for_nsys(folder: Path, export: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nsys command on the PATH that copies `export` and notes each run in `runs`; returns a report to convert."""
+    (folder / "bin").mkdir()
+    nsys = folder / "bin" / "nsys"
+    nsys.write_text(f'#!/bin/sh\necho run >> {folder}/runs\n[ "$1 $2 $3" = "export -t sqlite" ] && cp {export} "$6"\n')
+    nsys.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    report = folder / "job.nsys-rep"
+    report.write_bytes(b"NVIDIA Tegra Profiler Report \x00")
+    return report
+
+
+def test_the_traces_are_only_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "in").mkdir()
     trace = simple_export(tmp_path / "in" / "a.sqlite").write()
     content = trace.read_bytes()
     trace.chmod(stat.S_IRUSR)
     assert run(capsys, trace)[0] == 0
     assert trace.read_bytes() == content and [p.name for p in trace.parent.iterdir()] == ["a.sqlite"]
-    code, _, err = run(capsys, trace, "--json", trace)
-    assert code == 2 and "would be overwritten" in err and trace.read_bytes() == content
+    before = simple_export(tmp_path / "before.sqlite", busy=0.3).write()
+    report = stand_in_for_nsys(tmp_path, before, monkeypatch)
+    for arguments in (
+        (trace, "--json", trace),
+        (trace, "--compare", before, "--csv", before),
+        (report, "--svg", report),
+    ):
+        content = arguments[-1].read_bytes()
+        code, _, err = run(capsys, *arguments)
+        assert code == 2 and "would be overwritten" in err and arguments[-1].read_bytes() == content
 
 
 def test_untrusted_is_exit_4_and_still_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -222,23 +246,15 @@ def test_usage_errors_are_exit_2(
 def test_reports_are_converted_with_the_nsys_command(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for nsys that copies an export; the second run finds the first one's in the cache."""
-    export = simple_export(tmp_path / "real.sqlite").write()
-    (tmp_path / "bin").mkdir()
-    nsys = tmp_path / "bin" / "nsys"
-    nsys.write_text(
-        f'#!/bin/sh\necho run >> {tmp_path}/runs\n[ "$1 $2 $3" = "export -t sqlite" ] && cp {export} "$6"\n'
-    )
-    nsys.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    report = tmp_path / "job.nsys-rep"
-    report.write_bytes(b"NVIDIA Tegra Profiler Report \x00")
-    for _ in range(2):
-        code, out, _ = run(capsys, report)
+    """The second run finds the first one's export in the cache; a report keeps its own name throughout."""
+    report = stand_in_for_nsys(tmp_path, simple_export(tmp_path / "real.sqlite").write(), monkeypatch)
+    for name in (report.name, report.parent):
+        code, out, _ = run(capsys, report, "--offset", f"{name}=1")
         assert code == 0 and "40.0 %" in out
+    run(capsys, report, "--json", tmp_path / "o.json")
+    assert [file["path"] for file in json.loads((tmp_path / "o.json").read_text())["files"]] == [str(report)]
     assert (tmp_path / "runs").read_text() == "run\n"
-    nsys.write_text("#!/bin/sh\necho bad version >&2; exit 3\n")
+    (tmp_path / "bin" / "nsys").write_text("#!/bin/sh\necho bad version >&2; exit 3\n")
     report.write_bytes(b"NVIDIA Tegra Profiler Report \x00\x00")
     code, _, err = run(capsys, report)
     assert code == 2 and "bad version" in err
@@ -251,6 +267,14 @@ def test_folders_and_other_json_beside_traces(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "notes.txt").write_text("x")
     code, out, _ = run(capsys, tmp_path)
     assert code == 0 and "40.0 %" in out
+
+
+def test_the_name_of_a_host_for_all_files_or_for_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    traces = [simple_export(tmp_path / f"{name}.sqlite", gpus=(name,)).write() for name in "ab"]
+    nodes = ("--node", "all", "--node", "b.sqlite=box")
+    run(capsys, *traces, *nodes, "--json", tmp_path / "o.json")
+    gpus = json.loads((tmp_path / "o.json").read_text())["gpus"]
+    assert [(gpu["host"], gpu["gpu_uuid"]) for gpu in gpus] == [("all", "a"), ("box", "b")]
 
 
 def test_our_own_trace(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -14,23 +14,30 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from rollpacker.profiling.bubble_report.causes import judge
 from rollpacker.profiling.bubble_report.intervals import Intervals
-from rollpacker.profiling.bubble_report.model import BadTrace, Cause, GpuId, Range, Source, Work
+from rollpacker.profiling.bubble_report.model import COLLECTIVE_WORDS, BadTrace, Cause, GpuId, Range, Source, Work
 from rollpacker.profiling.bubble_report.nsys_trust import MIN_COVERAGE, low_coverage
 from rollpacker.profiling.bubble_report.stage_names import StageNamer
 
 MAX_JSON_BYTES = 4 << 30
-_COLLECTIVE = re.compile(r"nccl|rccl|nvshmem|cross_device_reduce|multimem_all|deep_ep", re.IGNORECASE)
+_COLLECTIVE = re.compile("|".join(COLLECTIVE_WORDS), re.IGNORECASE)
 _LAUNCH = re.compile(r"^(cuda|hip|cu)(Ext)?(Module)?Launch(?!HostFunc)\w*Kernel|^(cuda|cu|hip)GraphLaunch")
 _GRAPH_LAUNCH = re.compile(r"GraphLaunch")
 _TENSORBOARD_NAME = re.compile(r"^(?P<host>.+)_\d+\.\d+\.pt\.trace\.json(\.gz)?$")
-_OUR_COMPUTE = {"update_actor", "old_log_prob", "ref"}
-_OUR_COMM = {"exchange", "update_weights"}
+OUR_COMPUTE = {"update_actor", "old_log_prob", "ref"}
+OUR_COMM = {"exchange", "update_weights"}
+"""Which stages of our own trace count as which kind of work."""
 _MAX_LOST_SHARE = 0.05
+
+_Call = tuple[int, int, str, Any]
+"""(start, end, name, correlation id)."""
+_Operation = tuple[int, int, Any]
+"""(start, end, correlation id of the call that launched it)."""
 
 
 def read_chrome(path: Path, namer: StageNamer, host: str | None) -> Source:
@@ -47,8 +54,6 @@ def read_chrome(path: Path, namer: StageNamer, host: str | None) -> Source:
             return _own_source(path, spans, namer, host)
         return _kineto_source(path, document if isinstance(document, dict) else {}, spans, namer, host)
     except (TypeError, ValueError, KeyError, OverflowError, AttributeError) as error:
-        if isinstance(error, BadTrace):
-            raise
         raise BadTrace(
             f"{path}: a trace with an event that makes no sense ({error}); record or copy it again."
         ) from error
@@ -92,9 +97,8 @@ def _kineto_source(
     source = Source(
         str(path), "torch.profiler", host, {}, [], clock_ns=int(base_ns or 0), clock_group=f"{host or path}:utc"
     )
-    calls: list[tuple[int, int, int, str, Any]] = []
-    launch_ids: set[Any] = set()
-    work_ids: dict[int, Any] = {}
+    calls: list[_Call] = []
+    operations: list[_Operation] = []
     for event in spans:
         start = _nanoseconds(event["ts"])
         end = start + _nanoseconds(event.get("dur") or 0)
@@ -103,10 +107,9 @@ def _kineto_source(
             gpu = _kineto_gpu(path, host, rank, args.get("device", event.get("pid")))
             kind = 2 if category != "kernel" else int(bool(_COLLECTIVE.search(name)))
             pieces.setdefault((0, gpu), [[], [], []])[kind].append((start, end))
-            launch_ids.add(args.get("correlation"))
-            work_ids[start] = args.get("correlation")
+            operations.append((start, end, args.get("correlation")))
         elif category in ("cuda_runtime", "cuda_driver"):
-            calls.append((start, end, 0, name, args.get("correlation")))
+            calls.append((start, end, name, args.get("correlation")))
         elif category == "user_annotation" and namer.meaning(name) is not None and end > start:
             source.ranges.append(Range(name, 0, start, end))
         elif category == "Trace":
@@ -115,14 +118,15 @@ def _kineto_source(
     source.work = {key: Work(*(Intervals.of(kind) for kind in kinds)) for key, kinds in pieces.items()}
     source.collective_ends = lambda: [sorted(end for _, end in kinds[1]) for kinds in pieces.values()]
     calls.sort(key=lambda call: call[0])
+    launch_ids = {correlation for _, _, correlation in operations}
     source.distrust += _lost_launches(calls, launch_ids)
     if not source.work:
         source.notes.append("no GPU work in the file: nothing of it is counted")
     if calls and source.work:
-        launched = {call[4] for call in calls}
+        launched = {correlation for *_, correlation in calls}
         source.launch_coverage = sum(i in launched for i in launch_ids) / max(len(launch_ids), 1)
-        source.explain = _Calls(calls, work_ids).explain
-        source.drain = _Drain(spans, calls).drained_at
+        launches = _Launches(calls, operations)
+        source.drain, source.explain = launches.drained_at, launches.explain
         if source.launch_coverage < MIN_COVERAGE:
             source.distrust.append(low_coverage(source.launch_coverage))
     return source
@@ -135,11 +139,11 @@ def _kineto_gpu(path: Path, host: str, rank: Any, device: Any) -> GpuId:
     return GpuId("", f"{path}:{device}", f"rank {rank}" if rank is not None else f"{path.name} device {device}")
 
 
-def _lost_launches(calls: Sequence[tuple[int, int, int, str, Any]], work_ids: set[Any]) -> list[str]:
-    launches = [call for call in calls if _LAUNCH.search(call[3])]
-    lost = [call for call in launches if call[4] not in work_ids]
-    graphs = [call for call in launches if _GRAPH_LAUNCH.search(call[3])]
-    lost_graphs = [call for call in lost if _GRAPH_LAUNCH.search(call[3])]
+def _lost_launches(calls: Sequence[_Call], launch_ids: set[Any]) -> list[str]:
+    launches = [call for call in calls if _LAUNCH.search(call[2])]
+    lost = [call for call in launches if call[3] not in launch_ids]
+    graphs = [call for call in launches if _GRAPH_LAUNCH.search(call[2])]
+    lost_graphs = [call for call in lost if _GRAPH_LAUNCH.search(call[2])]
     reasons = []
     if graphs and len(lost_graphs) == len(graphs):
         reasons.append("incomplete trace: the CUDA graph launches left no GPU rows, so busy time looks idle")
@@ -148,49 +152,30 @@ def _lost_launches(calls: Sequence[tuple[int, int, int, str, Any]], work_ids: se
     return reasons
 
 
-class _Calls:
-    """The CUDA calls of one file in order, to explain gaps."""
+class _Launches:
+    """The CUDA calls of one file, which is one process, in order, and the operations that they launched."""
 
-    def __init__(self, calls: list[tuple[int, int, int, str, Any]], work_ids: dict[int, Any]) -> None:
+    def __init__(self, calls: Sequence[_Call], operations: Sequence[_Operation]) -> None:
         self._calls = calls
         self._starts = array("q", [call[0] for call in calls])
-        self._work_ids = work_ids
-        self._launched_at = {call[4]: call[0] for call in calls if call[4] is not None}
-
-    def explain(self, gaps: Sequence[tuple[int, int, int]]) -> list[Cause]:
-        causes = []
-        for _, start, end in gaps:
-            low, high = max(bisect_left(self._starts, start) - 4_096, 0), bisect_left(self._starts, end)
-            calls = [(c[0], c[1], c[3]) for c in self._calls[low:high] if c[1] > start]
-            causes.append(judge(start, end, calls, self._launched_at.get(self._work_ids.get(end))))
-        return causes
-
-
-class _Drain:
-    """When the work launched before a time had run: Kineto's correlation ids grow with the time of the call."""
-
-    def __init__(self, spans: list[Any], calls: list[tuple[int, int, int, str, Any]]) -> None:
-        self._calls = [(call[0], call[4]) for call in calls if isinstance(call[4], int)]
-        launched_at: dict[Any, int] = {correlation: start for start, correlation in self._calls}
-        pairs = []
-        for event in spans:
-            if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-                at = launched_at.get((event.get("args") or {}).get("correlation"))
-                if at is not None:
-                    pairs.append((at, _nanoseconds(event["ts"]) + _nanoseconds(event.get("dur") or 0)))
-        pairs.sort()
+        launched_at = {correlation: start for start, _, _, correlation in calls if correlation is not None}
+        self._launch_of = {start: launched_at.get(correlation) for start, _, correlation in operations}
+        pairs = sorted((launched_at[c], end) for _, end, c in operations if c in launched_at)
         self._launches = [at for at, _ in pairs]
-        self._reach: list[int] = []
-        for _, end in pairs:
-            self._reach.append(max(end, self._reach[-1]) if self._reach else end)
+        self._reach = list(accumulate((end for _, end in pairs), max))
 
     def drained_at(self, process: int, times: Sequence[int]) -> list[int]:
-        del process  # one file, one process
-        drained = []
-        for time in times:
-            index = bisect_left(self._launches, time)
-            drained.append(max(time, self._reach[index - 1]) if index else time)
-        return drained
+        """The latest end of what was launched before each time; never before the time itself."""
+        del process
+        counts = [bisect_left(self._launches, time) for time in times]
+        return [max(time, self._reach[n - 1]) if n else time for time, n in zip(times, counts, strict=True)]
+
+    def explain(self, process: int, start: int, end: int) -> Cause:
+        """The cause of a gap."""
+        del process
+        low, high = max(bisect_left(self._starts, start) - 4_096, 0), bisect_left(self._starts, end)
+        calls = [call[:3] for call in self._calls[low:high] if call[1] > start]
+        return judge(start, end, calls, self._launch_of.get(end))
 
 
 def _own_source(path: Path, spans: list[Any], namer: StageNamer, host: str | None) -> Source:
@@ -202,9 +187,9 @@ def _own_source(path: Path, spans: list[Any], namer: StageNamer, host: str | Non
         start = _nanoseconds(event["ts"])
         end = start + _nanoseconds(event.get("dur") or 0)
         kinds = pieces.setdefault(rank, [[], [], []])
-        if lane == "engine" or (lane == "stage" and name in _OUR_COMPUTE):
+        if lane == "engine" or (lane == "stage" and name in OUR_COMPUTE):
             kinds[0].append((start, end))
-        elif lane == "stage" and name in _OUR_COMM:
+        elif lane == "stage" and name in OUR_COMM:
             kinds[1].append((start, end))
         if lane == "stage" and namer.meaning(name) is not None and end > start:
             source.ranges.append(Range(name, rank, start, end))

@@ -64,9 +64,10 @@ def _change(a: int, b: int) -> str:
 def _sentence(before: Report, after: Report) -> str:
     a, b = before.total, after.total
     points = 100 * (b.bubble_ratio - a.bubble_ratio)
-    word = "fell" if points < 0 else "rose"
-    change = f"from {percent(a.bubble_ratio)} to {percent(b.bubble_ratio)}"
-    text = f"Compared: the bubble {word} by {abs(points):.1f} points, {change}."
+    change = f"{'fell' if points < 0 else 'rose'} by {abs(points):.1f} points, from {percent(a.bubble_ratio)} to"
+    if abs(points) < 0.05:
+        change = "did not change, it is"
+    text = f"Compared: the bubble {change} {percent(b.bubble_ratio)}."
     if not (before.is_trusted and after.is_trusted):
         text += " One of the two is untrusted, so read this with care."
     if before.by_step() and after.by_step():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from rollpacker.profiling.bubble_report.names import duration, full_names, percent, step_name
+from rollpacker.profiling.bubble_report.names import duration, percent, step_name
 from rollpacker.profiling.bubble_report.report import Report, Times, Wait
 from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED
 
@@ -30,7 +30,7 @@ def conclusions(report: Report) -> list[str]:
 
 
 def _how_much(report: Report) -> str:
-    total, names = report.total, full_names([gpu for gpu, _ in report.gpus])
+    total = report.total
     worst = max(report.gpus, key=lambda item: item[1].bubble_ratio)
     sentence = (
         f"{len(report.gpus)} GPU{'s were' if len(report.gpus) > 1 else ' was'} idle for {percent(total.bubble_ratio)} of "
@@ -39,7 +39,7 @@ def _how_much(report: Report) -> str:
         f"{percent(total.copy / total.window)})"
     )
     if len(report.gpus) > 1:
-        sentence += f"; the idlest is {names[worst[0]]} with {percent(worst[1].bubble_ratio)}"
+        sentence += f"; the idlest is {report.names[worst[0]]} with {percent(worst[1].bubble_ratio)}"
     return sentence + "."
 
 
@@ -63,10 +63,9 @@ def _where(report: Report) -> str:
         )
     wait = _worst_wait(report)
     if wait is not None:
-        names = full_names([gpu for gpu, _ in report.gpus])
         where = f"{wait.stage} of step {step_name(wait.step)}" if wait.step is not None else wait.stage
         waited = f"the others waited {duration(wait.waited)} of GPU time for it"
-        sentence += f"; in {where} {names[wait.last]} was last, and {waited}"
+        sentence += f"; in {where} {report.names[wait.last]} was last, and {waited}"
     return sentence + "."
 
 

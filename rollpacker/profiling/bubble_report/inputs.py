@@ -79,7 +79,9 @@ def _read(path: Path, namer: StageNamer, host: str | None) -> Source:
         if head.startswith(b"SQLite format 3") or path.name.endswith(_SQLITE):
             return read_nsys(path, namer, host)
         if head.startswith(_REPORT_MAGIC) or path.name.endswith(_REPORT):
-            return read_nsys(_converted(path), namer, host)
+            source = read_nsys(_converted(path), namer, host)
+            source.path = str(path)  # what the user named, not its export in the cache
+            return source
         if head[:2] == b"\x1f\x8b" or path.name.endswith(_JSON) or head.lstrip()[:1] in (b"{", b"["):
             if head.strip(b"\0") == b"":
                 raise BadTrace(f"{path}: nothing but zeros at its start; the file was never written in full.")

@@ -78,9 +78,6 @@ class Intervals:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Intervals) and self.starts == other.starts and self.ends == other.ends
 
-    def __hash__(self) -> int:
-        return hash((self.starts.tobytes(), self.ends.tobytes()))
-
     def __repr__(self) -> str:
         return f"Intervals({list(self)!r})"
 

@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 
 from rollpacker.profiling.bubble_report.intervals import Intervals
 
-MICROSECOND = 1_000
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
+
+
+COLLECTIVE_WORDS = ("nccl", "rccl", "nvshmem", "cross_device_reduce", "multimem_all", "deep_ep")
+"""Kernels with one of these in their name, in any case, only communicate: NCCL, RCCL, NVSHMEM, vLLM's all-reduce,
+multimem, DeepEP."""
 
 
 class BadTrace(ValueError):
@@ -44,10 +48,16 @@ class Work:
         """The work of two processes on one GPU."""
         return Work(self.compute.union(other.compute), self.comm.union(other.comm), self.copy.union(other.copy))
 
-    def hull(self) -> tuple[int, int] | None:
-        """First start and last end of any work."""
-        hulls = [h for h in (self.compute.hull(), self.comm.hull(), self.copy.hull()) if h]
-        return (min(h[0] for h in hulls), max(h[1] for h in hulls)) if hulls else None
+    def shift(self, by: int) -> Work:
+        """The work moved by so many nanoseconds."""
+        return Work(self.compute.shift(by), self.comm.shift(by), self.copy.shift(by))
+
+    def hull(self, low: int = -(1 << 62), high: int = 1 << 62) -> tuple[int, int] | None:
+        """First start and last end of any work within [low, high), or None."""
+        kinds = (self.compute, self.comm, self.copy)
+        firsts = [first for kind in kinds if (first := kind.first_in(low, high)) is not None]
+        lasts = [last for kind in kinds if (last := kind.last_in(low, high)) is not None]
+        return (min(firsts), max(lasts)) if firsts else None
 
 
 @dataclass(frozen=True)
@@ -69,10 +79,12 @@ class Cause:
 
 
 CAUSES = ("sync call", "launch-bound", "device wait", "nothing", "unknown")
+"""The most definite first: of several processes on a GPU the one that says most is heard."""
 
-# (process, start, end) of gaps -> why, in the same order; the times are the file's own.
-Explain = Callable[[Sequence[tuple[int, int, int]]], list[Cause]]
-# (process, times) -> when the GPU had drained what that process launched before each time, never earlier than the time.
+# (process, start, end) of a gap -> why; the times are the file's own.
+Explain = Callable[[int, int, int], Cause]
+# (process, times) -> when the GPU had drained what that process launched before each time, never earlier than the time;
+# for as many of the first times as it affords.
 Drain = Callable[[int, Sequence[int]], list[int]]
 
 

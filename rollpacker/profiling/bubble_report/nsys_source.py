@@ -11,12 +11,12 @@ from rollpacker.profiling.bubble_report.model import GpuId, Range, Source, Work
 from rollpacker.profiling.bubble_report.nsys_file import KERNEL, PROCESS_MASK, RUNTIME, NsysFile
 from rollpacker.profiling.bubble_report.nsys_launches import Launches
 from rollpacker.profiling.bubble_report.nsys_trust import diagnostics, launch_checks
-from rollpacker.profiling.bubble_report.nsys_work import COLLECTIVE_NAMES, read_work
+from rollpacker.profiling.bubble_report.nsys_work import collectives, read_work
 from rollpacker.profiling.bubble_report.stage_names import StageName, StageNamer
 
 # Push/pop and start/end ranges: of the NVTX library, and read from nvtxt files.
 _RANGE_TYPES = (59, 60, 70, 71)
-_MAX_COLLECTIVES = 20_000
+_MAX_COLLECTIVES = 20_000  # of all processes together
 
 
 def read_nsys(path: Path, namer: StageNamer, host: str | None) -> Source:
@@ -63,7 +63,7 @@ def _by_gpu(
 
 
 def _set_clock(source: Source, file: NsysFile) -> None:
-    """UTC at time 0. From 2026 on the host's monotonic clock puts reports of one host on one exact clock."""
+    """The capture's window and UTC at time 0. From 2026 on the monotonic clock puts reports of one host on one clock."""
     shifted = [
         name
         for name, neutral in (
@@ -76,6 +76,8 @@ def _set_clock(source: Source, file: NsysFile) -> None:
         source.notes.append(
             f"exported with {' and '.join(shifted)} set: its times are shifted; give --offset if they differ"
         )
+    duration = file.duration_ns()
+    source.captured = (0, duration) if duration else None
     clock = file.wall_clock()
     if clock is None:
         source.has_wall_clock = False
@@ -83,8 +85,6 @@ def _set_clock(source: Source, file: NsysFile) -> None:
     source.clock_ns, system_ns = clock
     source.clock_group = f"{source.host or source.path}:{'monotonic' if system_ns is not None else 'utc'}"
     source.monotonic_ns = system_ns
-    duration = file.duration_ns()
-    source.captured = (0, duration) if duration else None
 
 
 def _trace_end(file: NsysFile, source: Source) -> int:
@@ -140,11 +140,11 @@ def _read_ranges(file: NsysFile, namer: StageNamer, trace_end: Callable[[], int]
 
 def _collective_ends(file: NsysFile) -> list[list[int]]:
     """When the collectives of each process and device ended, in order: what --align nccl compares."""
-    ids = file.string_ids(COLLECTIVE_NAMES)
-    if not ids or not file.has(KERNEL, "shortName"):
+    name, ids = collectives(file)
+    if not ids:
         return []
     sql = (
-        f"SELECT end, globalPid, deviceId FROM {KERNEL} WHERE shortName IN ({','.join(map(str, ids))}) "
+        f"SELECT end, globalPid, deviceId FROM {KERNEL} WHERE {name} IN ({','.join(map(str, ids))}) "
         f"AND end IS NOT NULL LIMIT {_MAX_COLLECTIVES}"
     )
     ends: dict[tuple[int, int], list[int]] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.profiling.bubble_report.intervals import Intervals, merge_with_numpy, numpy_or_none
-from rollpacker.profiling.bubble_report.model import BadTrace, Work
+from rollpacker.profiling.bubble_report.model import COLLECTIVE_WORDS, BadTrace, Work
 from rollpacker.profiling.bubble_report.nsys_file import (
     GRAPH_TRACE,
     KERNEL,
@@ -29,9 +29,6 @@ from rollpacker.profiling.bubble_report.nsys_file import (
     open_database,
     unreadable,
 )
-
-COLLECTIVE_NAMES = ("%nccl%", "%rccl%", "%nvshmem%", "%cross_device_reduce%", "%multimem_all%", "%deep_ep%")
-"""Kernels that only communicate (LIKE patterns, lower case): NCCL, RCCL, NVSHMEM, vLLM's all-reduce, multimem, DeepEP."""
 
 _COMPUTE, _COMM, _COPY = 0, 1, 2
 _KIND_BITS, _DEVICE_BITS, _PROCESS_BITS = 2, 8, 10
@@ -60,14 +57,19 @@ def read_work(file: NsysFile) -> dict[tuple[int, int], Work]:
     return {key: Work(*kinds) for key, kinds in work.items()}
 
 
+def collectives(file: NsysFile) -> tuple[str, list[int]]:
+    """The column that names kernels, and the ids in it that may be collectives: none where there is no such column."""
+    name = next((column for column in ("shortName", "demangledName") if file.has(KERNEL, column)), "")
+    return name, file.string_ids([f"%{word}%" for word in COLLECTIVE_WORDS]) if name else []
+
+
 def _kernel_kind(file: NsysFile) -> str:
     """SQL for the kind of a kernel, by its name. Ids of similar names lie close, so most rows need one comparison."""
-    name = next((column for column in ("shortName", "demangledName") if file.has(KERNEL, column)), None)
-    collectives = file.string_ids(COLLECTIVE_NAMES)
-    if name is None or not collectives:
+    name, ids = collectives(file)
+    if not ids:
         return str(_COMPUTE)
-    ids = ",".join(map(str, collectives))
-    return f"(CASE WHEN {name} BETWEEN {min(collectives)} AND {max(collectives)} THEN {name} IN ({ids}) ELSE 0 END)"
+    listed = ",".join(map(str, ids))
+    return f"(CASE WHEN {name} BETWEEN {min(ids)} AND {max(ids)} THEN {name} IN ({listed}) ELSE 0 END)"
 
 
 def _read_table(
@@ -126,7 +128,7 @@ def _merge_table(file: NsysFile, table: str, sql: str) -> Segments:
     if num_workers < 2:
         return _merge_rows_of(file.path, file.database, sql)
     bounds = [low + (high + 1 - low) * index // num_workers for index in range(num_workers + 1)]
-    # fork: nothing is imported again, and numpy, which starts threads, is not loaded here before the first read.
+    # fork: nothing is imported again. Where numpy is loaded by now, its threads are for linear algebra: no worker's need.
     with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("fork")) as pool:
         parts = list(pool.map(_merge_stretch, [file.path] * num_workers, [sql] * num_workers, bounds, bounds[1:]))
     found: Segments = {}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from rollpacker.profiling.bubble_report.conclusions import conclusions
-from rollpacker.profiling.bubble_report.names import duration, full_names, seconds, step_name
+from rollpacker.profiling.bubble_report.names import duration, seconds, step_name
 from rollpacker.profiling.bubble_report.picture import svg_picture
 from rollpacker.profiling.bubble_report.report import Report
 from rollpacker.profiling.bubble_report.tables import TIMES_HEADER, times_cells
@@ -25,7 +25,7 @@ details { margin-top: 12px; } summary { cursor: pointer; font-weight: bold; } pr
 
 def html_page(report: Report, comparison: str | None = None) -> str:
     """The whole page; `comparison` is the text of --compare."""
-    names = full_names([gpu for gpu, _ in report.gpus])
+    names = report.names
     parts = ["<h1>Where the GPU time went</h1>"]
     if not report.is_trusted:
         reasons = "".join(f"<li>{escape(reason)}</li>" for reason in report.distrust)

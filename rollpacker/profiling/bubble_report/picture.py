@@ -12,8 +12,7 @@ from html import escape
 
 from rollpacker.profiling.bubble_report.conclusions import conclusions
 from rollpacker.profiling.bubble_report.intervals import Intervals
-from rollpacker.profiling.bubble_report.model import GpuId
-from rollpacker.profiling.bubble_report.names import duration, full_names, percent, step_name
+from rollpacker.profiling.bubble_report.names import duration, percent, step_name
 from rollpacker.profiling.bubble_report.report import Report, Times
 from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED, GpuTimeline, Label
 
@@ -65,10 +64,9 @@ def svg_picture(report: Report) -> str:
     top = 14 + _LINE * len(lines)
     body: list[str] = []
     if report.timelines:
-        names = full_names([timeline.gpu for timeline in report.timelines])
-        left = min(max(90, 16 + 7 * max(map(len, [*names.values(), *report.by_stage()]))), 260)
+        left = min(max(90, 16 + 7 * max(map(len, [*report.names.values(), *report.by_stage()]))), 260)
         axis = _Axis(report.timelines, left)
-        body, top = _timeline(report, axis, names, top + 8)
+        body, top = _timeline(report, axis, top + 8)
         bars, top = _bars(report, axis, top + 34)
         body += bars
     text = [
@@ -103,7 +101,7 @@ def _title_lines(report: Report) -> list[tuple[str, str]]:
     return lines
 
 
-def _timeline(report: Report, axis: _Axis, names: dict[GpuId, str], top: int) -> tuple[list[str], int]:
+def _timeline(report: Report, axis: _Axis, top: int) -> tuple[list[str], int]:
     """Legend, bands of steps and stages, lanes, axis; and where they end."""
     out, x = [], float(axis.left)
     for kind, colour in COLOURS.items():
@@ -122,7 +120,7 @@ def _timeline(report: Report, axis: _Axis, names: dict[GpuId, str], top: int) ->
     height = 22 if len(report.timelines) <= 16 else 15 if len(report.timelines) <= 32 else 12
     first_lane = top
     for timeline, (_, times) in zip(report.timelines, report.gpus, strict=True):
-        out += _lane(timeline, times, axis, names[timeline.gpu], top, height)
+        out += _lane(timeline, times, axis, report.names[timeline.gpu], top, height)
         top += height + 3
     for low, _ in list(axis.shown)[1:]:
         x = axis.x(low)
@@ -199,7 +197,7 @@ def _lane(timeline: GpuTimeline, times: Times, axis: _Axis, name: str, top: int,
 def _area(busy: Intervals, axis: _Axis, top: int, height: int) -> str:
     """The outline of the busy share over time; neighbours of one height are one step."""
     parts: list[str] = []
-    last_level, last_x = 0, 0.0
+    last_level = 0
     bottom = top + height
     for start, end in axis.bins():
         share = busy.measure(start, end) / (end - start)
@@ -210,9 +208,9 @@ def _area(busy: Intervals, axis: _Axis, top: int, height: int) -> str:
             parts.append(f"H{x:.1f}V{y:.1f}" if last_level else f"M{x:.1f} {bottom}V{y:.1f}")
             if not level:
                 parts.append("z")
-            last_level, last_x = level, x
+            last_level = level
     if last_level:
-        parts.append(f"H{max(axis.left + axis.width, last_x):.1f}V{bottom}z")
+        parts.append(f"H{axis.left + axis.width:.1f}V{bottom}z")
     return "".join(parts)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +17,8 @@ from typing import TypeVar
 from rollpacker.profiling.bubble_report.causes import judge
 from rollpacker.profiling.bubble_report.clocks import Alignment
 from rollpacker.profiling.bubble_report.intervals import Intervals
-from rollpacker.profiling.bubble_report.model import MILLISECOND, Cause, GpuId, Source
+from rollpacker.profiling.bubble_report.model import CAUSES, MILLISECOND, Cause, GpuId, Source
+from rollpacker.profiling.bubble_report.names import full_names
 from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED, GpuTimeline, Label, Piece
 
 K = TypeVar("K", bound=Hashable)
@@ -66,12 +68,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Wait:
-    """In a stage of a step `last` computed until `end`; the others had stopped `waited` GPU-nanoseconds earlier, in sum."""
+    """In a stage of a step `last` computed longest; the others had stopped `waited` GPU-nanoseconds earlier, in sum."""
 
     stage: str
     step: Label | None
     last: GpuId
-    end: int
     waited: int
 
 
@@ -110,6 +111,11 @@ class Report:
         """Whether nothing speaks against the numbers."""
         return not self.distrust
 
+    @cached_property
+    def names(self) -> dict[GpuId, str]:
+        """What people call each GPU: host/GPU."""
+        return full_names([gpu for gpu, _ in self.gpus])
+
     @property
     def total(self) -> Times:
         """All GPUs together."""
@@ -133,12 +139,12 @@ def build_report(
     measured = [_Measured(timeline) for timeline in timelines]
     for gpu in measured:
         timeline, total = gpu.timeline, Times()
-        for run in _runs(timeline.pieces):
-            times = gpu.times(run)
+        for piece in timeline.pieces:
+            times = gpu.times(piece)
             total.add(times)
-            key = (run.step, run.stage, timeline.gpu)
+            key = (piece.step, piece.stage, timeline.gpu)
             if key not in rows:
-                rows[key] = Row(run.stage, run.step, timeline.gpu, Times())
+                rows[key] = Row(piece.stage, piece.step, timeline.gpu, Times())
             rows[key].times.add(times)
         gpus.append((timeline.gpu, total))
     seen = {timeline.gpu for timeline in timelines}
@@ -146,7 +152,7 @@ def build_report(
         timelines=list(timelines),
         gpus=gpus,
         rows=_ordered(rows.values(), timelines),
-        waits=_waits(measured),
+        waits=_waits(timelines),
         gaps=_largest_gaps(sources, measured),
         long_gaps={m.timeline.gpu: _long_gaps(m) for m in measured},
         sources=list(sources),
@@ -169,17 +175,15 @@ class _Measured:
         self.copy = timeline.work.copy.minus(self.compute).minus(self.comm)
         self.holes = self._holes()
 
-    def times(self, run: Piece) -> Times:
+    def times(self, piece: Piece) -> Times:
         """The times of one uninterrupted stay in a stage."""
-        start, end = run.start, run.end
+        start, end = piece.start, piece.end
         kinds = [part.measure(start, end) for part in (self.compute, self.comm, self.copy)]
         times = Times(end - start, kinds[0], kinds[1], kinds[2], end - start - sum(kinds))
-        if run.stage == UNATTRIBUTED:
+        if piece.stage == UNATTRIBUTED:
             times.between = times.idle
             return times
-        parts = (self.compute, self.comm, self.copy)
-        first = min((t for part in parts if (t := part.first_in(start, end)) is not None), default=start)
-        last = max((t for part in parts if (t := part.last_in(start, end)) is not None), default=end)
+        first, last = self.timeline.work.hull(start, end) or (start, end)
         times.leading, times.tail = first - start, end - last
         times.inside = times.idle - times.leading - times.tail
         return times
@@ -188,33 +192,13 @@ class _Measured:
         """Holes of at least _SHORTEST_GAP_NS between operations of any kind, the longest first."""
         others = self.comm.union(self.copy)
         hull = self.timeline.work.hull()
-        if hull is None:
-            return []
+        assert hull is not None, "a GPU without work has no timeline"
         holes = [hull]
         if self.compute.starts:
             edges = [(hull[0], self.compute.starts[0]), (self.compute.ends[-1], hull[1])]
             holes = [*edges, *self.compute.gaps(_SHORTEST_GAP_NS)]
         left = [(s, e) for s, e in Intervals.of(holes).minus(others) if e - s >= _SHORTEST_GAP_NS]
         return sorted(left, key=lambda hole: (hole[0] - hole[1], hole[0]))
-
-
-def _runs(pieces: Sequence[Piece]) -> Iterable[Piece]:
-    """Pieces of one stage and step that touch, as one."""
-    open_run: Piece | None = None
-    for piece in pieces:
-        is_same = open_run is not None and (open_run.end, open_run.stage, open_run.step) == (
-            piece.start,
-            piece.stage,
-            piece.step,
-        )
-        if open_run is not None and is_same:
-            open_run = Piece(open_run.start, piece.end, piece.stage, piece.step)
-            continue
-        if open_run is not None:
-            yield open_run
-        open_run = piece
-    if open_run is not None:
-        yield open_run
 
 
 def _sum(all_times: Iterable[Times]) -> Times:
@@ -254,31 +238,27 @@ def _ordered(rows: Iterable[Row], timelines: Sequence[GpuTimeline]) -> list[Row]
     )
 
 
-def _waits(gpus: Sequence[_Measured]) -> list[Wait]:
+def _waits(timelines: Sequence[GpuTimeline]) -> list[Wait]:
     """Per stage and step: the GPU whose compute ended last, and how long the others had been done, in sum.
 
     Compute, because a GPU that waits inside a collective looks busy; one without compute counts by any work, and one
     without work has waited since the stage began. Needs two GPUs.
     """
-    spans: dict[tuple[str, Label | None], dict[GpuId, tuple[int, int]]] = defaultdict(dict)
-    for measured in gpus:
-        timeline = measured.timeline
-        for run in _runs(timeline.pieces):
-            if run.stage == UNATTRIBUTED:
+    stops: dict[tuple[str, Label | None], dict[GpuId, int]] = defaultdict(dict)
+    for timeline in timelines:
+        for piece in timeline.pieces:
+            if piece.stage == UNATTRIBUTED:
                 continue
-            last = measured.compute.last_in(run.start, run.end)
+            last = timeline.work.compute.last_in(piece.start, piece.end)
             if last is None:
-                others = (measured.comm.last_in(run.start, run.end), measured.copy.last_in(run.start, run.end))
-                last = max((t for t in others if t is not None), default=run.start)
-            of_gpu = spans[run.stage, run.step]
-            begin, _ = of_gpu.get(timeline.gpu, (run.start, 0))
-            of_gpu[timeline.gpu] = (begin, max(last, of_gpu.get(timeline.gpu, (0, last))[1]))
+                _, last = timeline.work.hull(piece.start, piece.end) or (0, piece.start)
+            of_gpu = stops[piece.stage, piece.step]
+            of_gpu[timeline.gpu] = max(last, of_gpu.get(timeline.gpu, last))
     waits = []
-    for (stage, step), of_gpu in spans.items():
+    for (stage, step), of_gpu in stops.items():
         if len(of_gpu) > 1:
-            last_gpu = max(of_gpu, key=lambda gpu: (of_gpu[gpu][1], gpu))
-            end = of_gpu[last_gpu][1]
-            waits.append(Wait(stage, step, last_gpu, end, sum(end - stop for _, stop in of_gpu.values())))
+            last_gpu = max(of_gpu, key=lambda gpu: (of_gpu[gpu], gpu))
+            waits.append(Wait(stage, step, last_gpu, sum(of_gpu[last_gpu] - stop for stop in of_gpu.values())))
     return sorted(waits, key=lambda w: (-w.waited, w.stage, str(w.step)))
 
 
@@ -314,9 +294,8 @@ def _cause(sources: Sequence[Source], timeline: GpuTimeline, start: int, end: in
     for index, process in timeline.processes:
         source = sources[index]
         if source.explain is not None:
-            causes += source.explain([(process, start - source.clock_ns, end - source.clock_ns)])
-    order = ("sync call", "launch-bound", "device wait", "nothing", "unknown")
-    return min(causes, key=lambda cause: order.index(cause.kind)) if causes else judge(start, end, (), None)
+            causes.append(source.explain(process, start - source.clock_ns, end - source.clock_ns))
+    return min(causes, key=lambda cause: CAUSES.index(cause.kind)) if causes else judge(start, end, (), None)
 
 
 def _collect_notes(report: Report) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollpacker.profiling.bubble_report.conclusions import conclusions
 from rollpacker.profiling.bubble_report.model import GpuId
-from rollpacker.profiling.bubble_report.names import duration, full_names, gpu_names, percent, seconds, step_name
+from rollpacker.profiling.bubble_report.names import duration, gpu_names, percent, seconds, step_name
 from rollpacker.profiling.bubble_report.report import Report, Row, Times
 from rollpacker.profiling.bubble_report.timeline import UNATTRIBUTED, Label
 
@@ -21,7 +21,7 @@ _MAX_NOTES = 12
 
 def text_report(report: Report) -> str:
     """What the command prints: conclusions, trust, then tables from the whole to the parts."""
-    parts = ["\n".join(_header(report)), *(f"{n}. {line}" for n, line in enumerate(conclusions(report), 1))]
+    parts = [*_header(report), *(f"{n}. {line}" for n, line in enumerate(conclusions(report), 1))]
     blocks = ["\n".join(parts)]
     if report.gpus:
         blocks += [_gpu_table(report), _stage_table(report), _step_table(report), _full_table(report)]
@@ -153,13 +153,12 @@ def times_cells(times: Times) -> list[str]:
 
 
 def _gpu_table(report: Report) -> str:
-    names = full_names([gpu for gpu, _ in report.gpus])
     shown = report.gpus
     title = "By GPU"
     if len(shown) > _MAX_GPUS:
         shown = sorted(shown, key=lambda item: -item[1].bubble_ratio)[:_MAX_GPUS]
         title = f"By GPU (the {_MAX_GPUS} idlest of {len(report.gpus)}; all are in --csv and --json)"
-    rows = [[names[gpu], *times_cells(times), str(report.long_gaps[gpu][0])] for gpu, times in shown]
+    rows = [[report.names[gpu], *times_cells(times), str(report.long_gaps[gpu][0])] for gpu, times in shown]
     if len(report.gpus) > 1:
         rows.append(["all", *times_cells(report.total), str(sum(number for number, _ in report.long_gaps.values()))])
     return grid(["GPU", *TIMES_HEADER, "gaps >= 1 ms"], rows, title)
@@ -204,29 +203,27 @@ def _step_table(report: Report) -> str:
 def _full_table(report: Report) -> str:
     if all(row.step is None and row.stage == UNATTRIBUTED for row in report.rows):
         return ""
-    names = full_names([gpu for gpu, _ in report.gpus])
     shown: list[Row] = report.rows
     title = "By step, stage and GPU"
     if len(shown) > _MAX_ROWS:
         shown = sorted(shown, key=lambda row: -row.times.idle)[:_MAX_ROWS]
         title += f" (the {_MAX_ROWS} rows of {len(report.rows)} with the most idle time; all are in --csv and --json)"
-    rows = [[step_name(row.step), row.stage, names[row.gpu], *times_cells(row.times)] for row in shown]
+    rows = [[step_name(row.step), row.stage, report.names[row.gpu], *times_cells(row.times)] for row in shown]
     return grid(["step", "stage", "GPU", *TIMES_HEADER], rows, title)
 
 
 def _wait_table(report: Report) -> str:
-    names = full_names([gpu for gpu, _ in report.gpus])
-    rows = [[step_name(w.step), w.stage, names[w.last], duration(w.waited)] for w in report.waits[:10] if w.waited > 0]
+    waits, names = report.waits[:10], report.names
+    rows = [[step_name(w.step), w.stage, names[w.last], duration(w.waited)] for w in waits if w.waited > 0]
     return grid(["step", "stage", "last GPU", "others waited (GPU time)"], rows, "Who was last") if rows else ""
 
 
 def _gap_table(report: Report) -> str:
-    names = full_names([gpu for gpu, _ in report.gpus])
     rows = [
         [
             duration(gap.end - gap.start),
             f"{seconds(gap.start - report.origin):.6f} s",
-            names[gap.gpu],
+            report.names[gap.gpu],
             step_name(gap.step),
             gap.stage,
             gap.cause.kind,

@@ -9,8 +9,8 @@ work, and a controller without a GPU names the stages of all.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -23,7 +23,6 @@ Label = int | str
 # Decoding is thousands of ranges with a little scheduling between them: one stage, not thousands.
 _BRIDGE_NS = 50 * MILLISECOND
 _SESSION_GAP_NS = 60 * SECOND
-_MAX_DRAINED = 400
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,26 @@ class GpuTimeline:
     pieces: list[Piece] = field(default_factory=list)
 
 
-@dataclass
+_Owner = tuple[int, int]
+"""(index of the source, process)."""
+_Mark = tuple[_Owner, int, int, Label]
+
+
+@dataclass(frozen=True)
 class _Marks:
-    """Ranges on the wall clock: by (source, process) those of a GPU's own processes, and the union over all."""
+    """Ranges on the wall clock: by owner those of a GPU's own processes, and by label the common window over all."""
 
-    own: dict[tuple[int, int], list[tuple[int, int, Label]]] = field(default_factory=lambda: defaultdict(list))
-    all: dict[Label, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    own: dict[_Owner, list[tuple[int, int, Label]]]
+    common: dict[Label, Intervals]
 
-    def add(self, owner: tuple[int, int], start: int, end: int, label: Label) -> None:
-        self.own[owner].append((start, end, label))
-        self.all[label].append((start, end))
+    @classmethod
+    def of(cls, found: Iterable[_Mark], bridge_ns: int = 0) -> _Marks:
+        own: dict[_Owner, list[tuple[int, int, Label]]] = defaultdict(list)
+        pairs: dict[Label, list[tuple[int, int]]] = defaultdict(list)
+        for owner, start, end, label in found:
+            own[owner].append((start, end, label))
+            pairs[label].append((start, end))
+        return cls(own, {label: Intervals.of(of_label).bridge(bridge_ns) for label, of_label in pairs.items()})
 
 
 def build_timelines(sources: Sequence[Source], namer: StageNamer, *, is_span: bool) -> list[GpuTimeline]:
@@ -81,7 +90,7 @@ def _gpus(sources: Sequence[Source]) -> list[GpuTimeline]:
     found: dict[GpuId, GpuTimeline] = {}
     for index, source in enumerate(sources):
         for (process, gpu), work in source.work.items():
-            done = _shifted(work, source.clock_ns)
+            done = work.shift(source.clock_ns)
             if gpu in found:
                 found[gpu].work = found[gpu].work.merged(done)
                 found[gpu].processes.append((index, process))
@@ -95,17 +104,10 @@ def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.split())
 
 
-def _shifted(work: Work, clock_ns: int) -> Work:
-    def shift(part: Intervals) -> Intervals:
-        return part.shift(clock_ns)
-
-    return Work(shift(work.compute), shift(work.comm), shift(work.copy))
-
-
 def _marks(sources: Sequence[Source], namer: StageNamer) -> tuple[list[_Marks], _Marks]:
     """Stage marks by level (RL loop, framework), and step marks; only the best kind of step name counts."""
-    levels = [_Marks(), _Marks()]
-    steps: dict[int, list[tuple[tuple[int, int], int, int, Label | None]]] = defaultdict(list)
+    levels: tuple[list[_Mark], list[_Mark]] = [], []
+    steps: dict[int, list[tuple[_Owner, int, int, Label | None]]] = defaultdict(list)
     for index, source in enumerate(sources):
         with_gpu = {process for process, _ in source.work}
         for process, ranges in _by_process(source.ranges).items():
@@ -116,11 +118,11 @@ def _marks(sources: Sequence[Source], namer: StageNamer) -> tuple[list[_Marks], 
                 meaning = namer.meaning(named.name)
                 at = (start + source.clock_ns, end + source.clock_ns)
                 if isinstance(meaning, StageName):
-                    levels[meaning.level].add((index, process), *at, meaning.stage)
+                    levels[meaning.level].append(((index, process), *at, meaning.stage))
                 elif isinstance(meaning, StepName):
                     steps[meaning.kind].append(((index, process), *at, meaning.number))
-    _bridge_framework(levels[1])
-    return levels, _number_steps(steps[min(steps)] if steps else [])
+    numbered = _number_steps(steps[min(steps)] if steps else [])
+    return [_Marks.of(levels[0]), _Marks.of(_bridged(levels[1]), _BRIDGE_NS)], _Marks.of(numbered)
 
 
 def _by_process(ranges: Iterable[Range]) -> dict[int, list[Range]]:
@@ -139,33 +141,32 @@ def _drained(source: Source, process: int, ranges: list[Range], namer: StageName
         meaning = namer.meaning(named.name)
         return not isinstance(meaning, StageName) or meaning.level == RL_LEVEL
 
-    chosen = ranges if 2 * len(ranges) <= _MAX_DRAINED else [r for r in ranges if is_rl(r)]
-    times = sorted({t for r in chosen for t in (r.start, r.end)})[:_MAX_DRAINED]
-    at = dict(zip(times, source.drain(process, times), strict=True))
+    # What the RL loop marked comes first: the stages of a framework only count where it says nothing.
+    times = list(dict.fromkeys(t for r in sorted(ranges, key=is_rl, reverse=True) for t in (r.start, r.end)))
+    at = dict(zip(times, source.drain(process, times), strict=False))
+    if len(at) < len(times):
+        source.notes.append(
+            f"{len(times) - len(at)} of {len(times)} range ends of a process are where the host set them: too many to "
+            "follow the GPU's queue with all"
+        )
     return [(at.get(r.start, r.start), max(at.get(r.end, r.end), at.get(r.start, r.start))) for r in ranges]
 
 
-def _bridge_framework(marks: _Marks) -> None:
-    for owner, own in marks.own.items():
-        by_label: dict[Label, list[tuple[int, int]]] = defaultdict(list)
-        for start, end, label in own:
-            by_label[label].append((start, end))
-        marks.own[owner] = [
-            (start, end, label)
-            for label, pairs in by_label.items()
-            for start, end in Intervals.of(pairs).bridge(_BRIDGE_NS)
-        ]
-    marks.all = {label: list(Intervals.of(pairs).bridge(_BRIDGE_NS)) for label, pairs in marks.all.items()}
+def _bridged(found: Iterable[_Mark]) -> Iterator[_Mark]:
+    """What one owner marked with one label, without the short breaks in between."""
+    pairs: dict[tuple[_Owner, Label], list[tuple[int, int]]] = defaultdict(list)
+    for owner, start, end, label in found:
+        pairs[owner, label].append((start, end))
+    for (owner, label), marked in pairs.items():
+        yield from ((owner, start, end, label) for start, end in Intervals.of(marked).bridge(_BRIDGE_NS))
 
 
-def _number_steps(found: list[tuple[tuple[int, int], int, int, Label | None]]) -> _Marks:
+def _number_steps(found: list[tuple[_Owner, int, int, Label | None]]) -> Iterator[_Mark]:
     """Steps without a number are counted from 1, in each process by itself."""
-    marks = _Marks()
-    counted: dict[tuple[int, int], int] = defaultdict(int)
+    counted: Counter[_Owner] = Counter()
     for owner, start, end, number in sorted(found, key=lambda item: (item[1], item[2])):
         counted[owner] += 1
-        marks.add(owner, start, end, number if number is not None else counted[owner])
-    return marks
+        yield owner, start, end, number if number is not None else counted[owner]
 
 
 def _sessions(sources: Sequence[Source]) -> list[tuple[int, int]]:
@@ -176,13 +177,11 @@ def _sessions(sources: Sequence[Source]) -> list[tuple[int, int]]:
 
 def _session_bounds(low: int, high: int, gpus: list[GpuTimeline], marks: list[_Marks]) -> tuple[int, int] | None:
     """First and last moment of any work, stage or step within a session."""
-    hulls = [hull for timeline in gpus if (hull := timeline.work.hull())]
-    parts = [part.clip(low, high).hull() for t in gpus for part in (t.work.compute, t.work.comm, t.work.copy)]
-    if not hulls or not any(parts):
+    spans = [hull for timeline in gpus if (hull := timeline.work.hull(low, high))]
+    if not spans:
         return None
-    spans = [part for part in parts if part]
-    spans += [(s, e) for mark in marks for pairs in mark.all.values() for s, e in pairs if e > low and s < high]
-    return max(min(s for s, _ in spans), low), min(max(e for _, e in spans), high)
+    spans += [hull for mark in marks for c in mark.common.values() if (hull := c.clip(low, high).hull())]
+    return min(s for s, _ in spans), max(e for _, e in spans)
 
 
 def _window(
@@ -205,11 +204,7 @@ def _window(
             captured.append((min(low, hull[0]), max(high, hull[1])))
     union = Intervals.of(captured)
     if is_span:
-        work = [timeline.work.compute, timeline.work.comm, timeline.work.copy]
-        spans = []
-        for low, high in sessions:
-            hulls = [hull for part in work if (hull := part.clip(low, high).hull())]
-            spans += [(min(h[0] for h in hulls), max(h[1] for h in hulls))] if hulls else []
+        spans = [hull for low, high in sessions if (hull := timeline.work.hull(low, high))]
         return Intervals.of(spans).intersect(union)
     return Intervals.of([bound for bound in bounds if bound]).intersect(union)
 
@@ -220,8 +215,8 @@ def _assign(timeline: GpuTimeline, levels: Sequence[_Marks]) -> list[tuple[int, 
     for level, marks in enumerate(levels):
         for owner in timeline.processes:
             candidates += [(2 * level, start, end, label) for start, end, label in marks.own.get(owner, ())]
-        for label, pairs in marks.all.items():
-            candidates += [(2 * level + 1, start, end, label) for start, end in Intervals.of(pairs)]
+        for label, common in marks.common.items():
+            candidates += [(2 * level + 1, start, end, label) for start, end in common]
     parts: list[tuple[int, int, Label | None]] = []
     for low, high in timeline.window:
         inside = [
