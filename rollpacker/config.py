@@ -334,6 +334,9 @@ class WorkloadConfig:
         "What scores: math = a verifier, code = a sandbox, judge = a 7B model on the rollout's GPUs.",
         ("math", "code", "judge"),
     )
+    reward_s: float | None = key(
+        None, "Seconds that each score takes, whatever the response; null = the law of workload.reward."
+    )
 
 
 @dataclass(frozen=True)
@@ -351,6 +354,12 @@ class ClusterConfig:
     )
     judge_mps: bool = key(
         True, "A judge and the engine on one GPU run together (CUDA MPS) instead of in turn (time slices)."
+    )
+    judge_offload: str = key(
+        "none",
+        "Layers of the judge that do not fit beside the engine come from host memory: blocking = one after another is "
+        "copied, then computed; pipelined = copied while the last one computes; none = all are assumed to fit.",
+        ("none", "blocking", "pipelined"),
     )
     rewards_after_rollout: bool = key(
         False, "Score only once every response is complete (verl's way) instead of while others decode."

@@ -44,6 +44,7 @@ _AT_LEAST: dict[str, float] = {
     "workload.num_prompts": 1,
     "workload.prompt_tokens": 1,
     "workload.median_tokens": 1,
+    "workload.reward_s": 0,
     "workload.sigma_within": 0,
     "workload.sigma_between": 0,
     "cluster.step_overhead_ms": 0,

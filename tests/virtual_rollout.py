@@ -85,7 +85,8 @@ class VirtualRollout:
         self.step, self.now, self.is_open = plan.step, 0, True
         self.size = plan.tensor_model_parallel_size
         self.waiting: dict[int, list[tuple[int, Request]]] = {}
-        self.running: dict[int, tuple[int, int]] = {}  # index -> ticks of its start and of its end
+        # index -> ticks of its start and of its end, and the replica that began it: a migration is not played here
+        self.running: dict[int, tuple[int, int, int]] = {}
         self.num_running: dict[int, int] = {}
         self.gone: set[int] = set()
         self.freed: tuple[int, ...] = ()
@@ -121,10 +122,10 @@ class VirtualRollout:
             return []
         if kind == "start":
             return [RequestStarted(float(tick), rank, request.index)]
-        start, end = self.running.pop(request.index)
+        start, end, replica = self.running.pop(request.index)
         length = end - start
         self.new_tokens += length
-        self._leave(request, tick)
+        self._leave(replica, tick)
         reason = "length" if length >= request.max_tokens else "stop"
         return [RequestFinished(float(tick), rank, request.index, length, reason)]
 
@@ -141,9 +142,9 @@ class VirtualRollout:
         elif isinstance(action, AbortRequest):
             self.gone.add(action.request.index)
             if action.request.index in self.running:
-                start, _ = self.running.pop(action.request.index)
+                start, _, replica = self.running.pop(action.request.index)
                 self.new_tokens += max(self.now - start, 0)
-                self._leave(action.request, self.now)
+                self._leave(replica, self.now)
         elif isinstance(action, EndRound):
             self.is_open = False
         elif isinstance(action, ScaleDown):
@@ -173,9 +174,9 @@ class VirtualRollout:
         for replica in sorted({r.replica for r in requests}):
             self._fill(replica, self.now)
 
-    def _leave(self, request: Request, tick: int) -> None:
-        self.num_running[request.replica] -= 1
-        self._fill(request.replica, tick)
+    def _leave(self, replica: int, tick: int) -> None:
+        self.num_running[replica] -= 1
+        self._fill(replica, tick)
 
     def _fill(self, replica: int, tick: int) -> None:
         """Admit waiting requests in launch order (vLLM's priority)."""
@@ -185,7 +186,7 @@ class VirtualRollout:
             if request.index in self.gone:
                 continue
             end = tick + self.workload.length(self.step, request)
-            self.running[request.index] = tick, end
+            self.running[request.index] = tick, end, replica
             self.num_running[replica] = self.num_running.get(replica, 0) + 1
             self._push(tick + 1, replica * self.size, "start", request)
             self._push(end, replica * self.size, "finish", request)

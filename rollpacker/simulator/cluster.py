@@ -109,6 +109,11 @@ class Cluster:
         trainer_bytes = estimate.rollout.num_bytes - self._rollout_phase(estimate).num_bytes
         return k.PHASE_SWITCH_S + 2 * trainer_bytes / k.OFFLOAD_BANDWIDTH
 
+    def free_bytes(self, tensor_model_parallel_size: int) -> int:
+        """Memory of a GPU that neither engine nor trainer takes during the rollout."""
+        estimate = self.estimate(tensor_model_parallel_size)
+        return max(int(estimate.gpu_bytes - self._rollout_phase(estimate).num_bytes), 0)
+
     def _rollout_phase(self, estimate: MemoryEstimate) -> Phase:
         """What is in GPU memory while the engine decodes: all of the estimate but an offloaded trainer."""
         phase = estimate.rollout

@@ -78,7 +78,10 @@ CODE_HANG_SHARE = 0.05
 """Share of the prompts whose wrong responses run into the time limit ([RP], section 4.3: 5 % reach 30 s)."""
 JUDGE_PARAMETERS = 7.6e9
 JUDGE_VERDICT_TOKENS = 32
-"""The judge of [RP] is a 7B model; its verdict is short (ours)."""
+JUDGE_LAYERS = 28
+JUDGE_KV_BYTES_PER_TOKEN = 57_344
+"""The judge of [RP] is a 7B model (here as Qwen2.5-7B); its verdict is short (ours). While layers stream in from the host its
+verdict is the first token after the response, so that they pass once (ours)."""
 GPU_SHARING = {"mps": (1.15, 1.25), "time_slicing": (2.0, 2.0)}
 """How many times as long a decode step, and the judge, take while both are on a GPU. Time slices give each half of the
 time. Under MPS they run together: decoding is bound by memory, reading a response by FLOPs, so little is lost (ours)."""
@@ -110,5 +113,20 @@ MODELS = {
     "Qwen/Qwen2.5-7B": qwen2_5(3584, 18944, 28, 28, 4, 1e-6),
     "Qwen/Qwen2.5-14B": qwen2_5(5120, 13824, 48, 40, 8, 1e-5),
     "Qwen/Qwen2.5-32B": qwen2_5(5120, 27648, 64, 40, 8, 1e-5),
+    "Qwen/Qwen3-8B": ModelShape(
+        architecture="Qwen3ForCausalLM",
+        num_layers=36,
+        hidden_size=4096,
+        ffn_hidden_size=12288,
+        num_attention_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        has_qkv_bias=False,
+    ),
 }
 """Models that need no folder: `model.path` may be one of these names (their config.json on the Hugging Face hub)."""
