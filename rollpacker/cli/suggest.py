@@ -339,7 +339,7 @@ def _comments(found: Suggestion) -> dict[str, str]:
         "rollout.n": "",
         "rollout.tensor_model_parallel_size": "",
         "rollout.gpu_memory_utilization": f"beside the trainer's {trainer_gib:.1f} GiB; {free_gib:.1f} stay free",
-        "rollout.max_num_seqs": "no fewer than a replica gets, up to 512",
+        "rollout.max_num_seqs": "what a replica gets, rounded up; at most 512",
         "tail_batching.mode": "" if race_of(best.config) is None else f"{race}each prompt's own",
         **(
             {} if race_of(best.config) is None else {"tail_batching.eta_prompts": "", "tail_batching.eta_responses": ""}
