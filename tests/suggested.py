@@ -7,11 +7,11 @@ from typing import Any
 from rollpacker.config import Config
 from rollpacker.config_file import build_config
 
-STEPS = 8
+STEPS = 5
 
 
 def job(gpus: int = 4, *, mode: str = "off", gib: float = 139.0, cap: int = 3584, **sections: dict[str, Any]) -> Config:
-    """8 prompts x 4 responses a step, 8 steps, on one node; a full sequence is 4,096 tokens unless `cap` says otherwise."""
+    """8 prompts x 4 responses a step, 5 steps, on one node; a full sequence is 4,096 tokens unless `cap` says otherwise."""
     tree: dict[str, Any] = {
         "model": {"path": "Qwen/Qwen2.5-7B"},
         "data": {"train_batch_size": 8, "max_response_length": cap, "max_prompt_length": 512},

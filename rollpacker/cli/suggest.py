@@ -17,7 +17,8 @@ from rich.table import Table
 
 from rollpacker.cli.dry_run import memory_table
 from rollpacker.cli.simulate import columns, describe_workload, open_console
-from rollpacker.config import Config, ConfigError
+from rollpacker.config import Config, ConfigError, WorkloadConfig
+from rollpacker.config_checks import missing_features
 from rollpacker.config_file import build_config, to_short_yaml
 from rollpacker.memory_estimate import GIB
 from rollpacker.simulator.cluster import model_shape
@@ -34,7 +35,7 @@ from rollpacker.simulator.suggest import (
 )
 from rollpacker.simulator.workload import PRESET_CAPS, build_workload
 
-HELP = "Suggest a config for a model and a cluster (half a minute on one core; no GPU, no MPI): shapes, race, memory."
+HELP = "Suggest a config for a model and a cluster (under a minute on one core; no GPU, no MPI): shapes, race, memory."
 
 _DECIDED = (
     "training.tensor_model_parallel_size", "training.pipeline_model_parallel_size", "training.context_parallel_size",
@@ -55,8 +56,6 @@ _OPTIONS = {
     "workload.preset": "--preset",
     "workload.lengths_file": "--lengths-file",
 }
-_NOT_TRAINED = ("planner.", "stream.", "cluster.offload_trainer", "rollout.replay")
-"""What a real run cannot do yet (or has no rollout to suggest for)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,8 +118,6 @@ def _job(arguments: argparse.Namespace) -> Config:
             raise ConfigError(f"{word}: suggest chooses {key}; leave it out, and change it in the config it writes.")
         if key in _OPTIONS:
             raise ConfigError(f"{word}: say it with {_OPTIONS[key]}.")
-        if key.startswith(_NOT_TRAINED):
-            raise ConfigError(f"{word}: {key} is not for a config to train with in this version; leave it out.")
     gpus, per_node = arguments.gpus, min(arguments.gpus, arguments.gpus_per_node)
     if per_node < 1 or gpus % per_node:
         raise ConfigError(
@@ -151,10 +148,16 @@ def _job(arguments: argparse.Namespace) -> Config:
         "workload": {
             "preset": None if arguments.lengths_file else arguments.preset or _nearest_preset(response),
             "lengths_file": arguments.lengths_file,
+            "prompt_tokens": min(WorkloadConfig().prompt_tokens, max(prompt, 1)),
         },
         "cluster": {"gpu": arguments.gpu},
     }
-    return with_job_length(build_config(tree, arguments.overrides, prompts=None))
+    config = with_job_length(build_config(tree, arguments.overrides, prompts=None))
+    if missing := missing_features(config):
+        raise ConfigError(missing[0])
+    if config.cluster.offload_trainer:
+        raise ConfigError("cluster.offload_trainer=true: this version trains without; `rollpacker simulate` has it.")
+    return config
 
 
 def _nearest_preset(max_response_length: int) -> str:

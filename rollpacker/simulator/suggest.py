@@ -39,10 +39,12 @@ _RANKING_ETA = 1.25
 TOLERANCE = 0.05
 _SLACK = 1.01
 """A rollout with less KV cache may come out faster by a hair, as preempted requests lose a race: bounds allow for it."""
-_RANKING_STEPS = 8
-"""Shapes are ranked on so many steps, in which all see the same responses."""
-_MAX_STEPS, _MIN_STEPS, _SAMPLES = 40, 16, 40960
-"""Steps of the other simulations, fewer of large batches: a race is known after several LONG rounds, one in 9 for 1.125."""
+_RANKING_STEPS = 5
+"""Shapes are ranked on a period of eta 1.25: four SHORT rounds and the LONG one that they fill."""
+_PERIOD, _MOST_PERIODS, _LEAST_PERIODS, _SAMPLES = 9, 5, 2, 46080
+"""The other simulations last periods of eta 1.125, fewer of large batches. Five are whole periods of every race: one LONG
+round more or less is several percent of a step.
+"""
 
 Progress = Callable[[str], None]
 
@@ -144,8 +146,8 @@ def with_job_length(base: Config) -> Config:
     """An epoch of a few steps, unless the caller has said how many prompts it has."""
     if base.workload.num_prompts is not None:
         return base
-    samples = base.data.train_batch_size * base.rollout.n
-    num_steps = min(max(_SAMPLES // samples, _MIN_STEPS), _MAX_STEPS)
+    num_periods = _SAMPLES // (_PERIOD * base.data.train_batch_size * base.rollout.n)
+    num_steps = _PERIOD * min(max(num_periods, _LEAST_PERIODS), _MOST_PERIODS)
     return with_keys(base, "workload", num_prompts=num_steps * base.data.train_batch_size)
 
 

@@ -122,7 +122,8 @@ def test_context_parallelism_comes_with_a_warning(capsys: Any) -> None:
         (["--lengths-file", "none.csv"], "cannot read none.csv"),
         (["rollout.tensor_model_parallel_size=2"], "suggest chooses rollout.tensor_model_parallel_size"),
         (["rollout.n=4"], "say it with --n"),
-        (["cluster.offload_trainer=true"], "not for a config to train with"),
+        (["cluster.offload_trainer=true"], "this version trains without"),
+        (["stream.enabled=on"], "this version trains with off"),
         (["--out", "none/out.yaml"], "there is no folder none"),
     ],
 )
