@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,11 @@ def load_config(path: str, overrides: list[str] | None = None, *, prompts: str |
     A word of `overrides` that ends in .yaml is a file to lay on top: a recipe, for example. `prompts` is the key of the files
     that the command cannot do without, None where it needs none.
     """
-    tree = _read_with_base(Path(path), ())
+    return build_config(_read_with_base(Path(path), ()), overrides, prompts=prompts)
+
+
+def build_config(tree: dict[str, Any], overrides: list[str] | None = None, *, prompts: str | None) -> Config:
+    """The config of a tree of sections and keys, as a YAML file holds it; `overrides` and `prompts` as in `load_config`."""
     for word in overrides or []:
         if is_overlay(word):
             overlay = _read_tree(Path(word))
@@ -248,3 +252,34 @@ def _scalar(dotted: str, value: Any, hint: type) -> Any:
 def to_yaml(config: Config) -> str:
     """The resolved config, as it is written beside each run."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def to_short_yaml(config: Config, comments: Mapping[str, str]) -> str:
+    """What differs from the defaults, and the keys in `comments` (dotted name: text, which may be empty), as a file that a
+    person goes on with; `load_config` makes the same config of it.
+    """
+    return "\n".join(f"{name}:\n{body}" for name, body in _sections(config, Config(), "", comments))
+
+
+def _sections(value: Any, default: Any, prefix: str, comments: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Name and indented lines of each section that has any."""
+    for section in dataclasses.fields(value):
+        if dataclasses.is_dataclass(getattr(value, section.name)):
+            lines = _lines(
+                getattr(value, section.name), getattr(default, section.name), f"{prefix}{section.name}.", comments
+            )
+            if lines:
+                yield section.name, "".join(f"  {line}\n" for line in lines)
+
+
+def _lines(section: Any, default: Any, prefix: str, comments: Mapping[str, str]) -> list[str]:
+    lines = []
+    for leaf in dataclasses.fields(section):
+        item, dotted = getattr(section, leaf.name), f"{prefix}{leaf.name}"
+        if not dataclasses.is_dataclass(item) and (dotted in comments or item != getattr(default, leaf.name)):
+            value = yaml.safe_dump(item, default_flow_style=True, width=1 << 16).removesuffix("...\n").rstrip()
+            text = f"{leaf.name}: {value}"
+            lines.append(f"{text}  # {comments[dotted]}" if comments.get(dotted) else text)
+    for name, body in _sections(section, default, prefix, comments):
+        lines += [f"{name}:", *body.splitlines()]
+    return lines

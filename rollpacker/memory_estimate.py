@@ -96,6 +96,12 @@ class MemoryEstimate:
     kv_cache: KvCache
     host_bytes: int
 
+    @property
+    def largest_gpu_memory_utilization(self) -> float:
+        """The engine's share that fills the GPU beside what the trainer and the runtime hold."""
+        engine = sum(part.num_bytes for part in self.rollout.parts if part.name.startswith("engine"))
+        return (self.gpu_bytes - (self.rollout.num_bytes - engine)) / self.gpu_bytes
+
 
 def estimate_memory(config: Config, shape: ModelShape, world_size: int, gpu_memory_gib: float) -> MemoryEstimate:
     """Estimate for a job of `world_size` ranks whose parallel sizes have been found to fit (check_shapes)."""

@@ -75,7 +75,7 @@ def describe(config: Config, checked: Checked, estimate: MemoryEstimate | None) 
     cache, per_node = estimate.kv_cache, config.trainer.n_gpus_per_node
     node = f", {estimate.host_bytes * per_node / GIB:.1f} GiB a node" if per_node else ""
     lines += [
-        _memory_table(estimate),
+        memory_table(estimate),
         f"KV cache  {cache.bytes_per_token:,} bytes a token on each rank; a replica holds {cache.num_tokens:,} tokens,",
         f"          {cache.num_full_sequences} sequences of full length ({cache.longest:,}), and decodes "
         f"{cache.num_requests} at a time: {_pressure(cache)}",
@@ -128,7 +128,7 @@ def _advice_for_training(config: Config) -> str:
 
 def _advice_for_rollout(estimate: MemoryEstimate) -> str:
     """The trainer stays on the GPU while the engine decodes, so the engine may have what the trainer leaves."""
-    utilization = math.floor(100 * largest_gpu_memory_utilization(estimate)) / 100
+    utilization = math.floor(100 * estimate.largest_gpu_memory_utilization) / 100
     engine = estimate.rollout.bytes_of("engine weights") + estimate.rollout.bytes_of("engine work space, CUDA graphs")
     one_sequence = estimate.kv_cache.longest * estimate.kv_cache.bytes_per_token
     if utilization * estimate.gpu_bytes >= engine + one_sequence:
@@ -141,19 +141,14 @@ def _advice_for_rollout(estimate: MemoryEstimate) -> str:
     )
 
 
-def largest_gpu_memory_utilization(estimate: MemoryEstimate) -> float:
-    """The engine's share that fills the GPU beside what the trainer and the runtime hold."""
-    engine = sum(part.num_bytes for part in estimate.rollout.parts if part.name.startswith("engine"))
-    return (estimate.gpu_bytes - (estimate.rollout.num_bytes - engine)) / estimate.gpu_bytes
-
-
 def _pressure(cache: KvCache) -> str:
     if cache.num_full_sequences >= cache.num_requests:
         return "never preempts"
     return f"preempts when they average over {cache.num_tokens // cache.num_requests:,} tokens"
 
 
-def _memory_table(estimate: MemoryEstimate) -> str:
+def memory_table(estimate: MemoryEstimate) -> str:
+    """Both phases, part by part, against the GPU."""
     phases = (estimate.training, estimate.rollout)
     table = Table(box=None, padding=(0, 2, 0, 0), title="memory of the fullest rank, GiB", title_justify="left")
     table.add_column("  part")

@@ -6,12 +6,19 @@ import argparse
 import sys
 
 from rollpacker import __version__
-from rollpacker.cli import convert, paper, simulate, train
+from rollpacker.cli import convert, paper, simulate, suggest, train
 from rollpacker.cli import eval as evaluate
 from rollpacker.config import ConfigError
 from rollpacker.config_file import is_overlay
 
-_COMMANDS = {"train": train, "eval": evaluate, "simulate": simulate, "paper": paper, "convert": convert}
+_COMMANDS = {
+    "train": train,
+    "eval": evaluate,
+    "simulate": simulate,
+    "paper": paper,
+    "suggest": suggest,
+    "convert": convert,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

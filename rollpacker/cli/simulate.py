@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 from rich.box import SIMPLE
@@ -19,7 +20,7 @@ from rollpacker.profiling.trace import TraceWriter
 from rollpacker.runtime.metrics import MetricsWriter, prepare_run_dir
 from rollpacker.simulator.record import Recorder, Summary
 from rollpacker.simulator.run import Simulation
-from rollpacker.simulator.workload import MeasuredWorkload, intraclass_correlation
+from rollpacker.simulator.workload import MeasuredWorkload, Workload, intraclass_correlation
 
 HELP = "Simulate a run on a cluster (seconds on one core; no GPU, no MPI): step times, idle shares, what a race drops."
 _WIDTH = 120
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _sweep(arguments, overrides)
     config = load_config(arguments.config, overrides, prompts=None)
     simulation = Simulation(config)
-    console = _console()
+    console = open_console()
     console.print(_describe(config, simulation), end="", soft_wrap=True)
     recorder, moved_to = _simulate(simulation, arguments.out)
     summary = recorder.summary(simulation.workload)
@@ -95,7 +96,7 @@ def _sweep(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     # Every value is checked before the first is simulated.
     runs = [Simulation(load_config(arguments.config, [*overrides, f"{key}={v}"], prompts=None)) for v in values]
-    table = _table(key, "ms per sample", "rollout s", "step s", "bubble", "waste", "c(.95)", "o(.95)", "LONG share")
+    table = columns(key, "ms per sample", "rollout s", "step s", "bubble", "waste", "c(.95)", "o(.95)", "LONG share")
     rows = []
     for value, simulation in zip(values, runs, strict=True):
         out = None if arguments.out is None else Path(arguments.out) / f"{key}={value}"
@@ -116,7 +117,7 @@ def _sweep(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             f"{summary.own_coverage_p95:.2f}",
             f"{summary.long_round_share:.3f}",
         )
-    console = _console()
+    console = open_console()
     console.print(_describe(runs[0].config, runs[0]), end="", soft_wrap=True)
     console.print(table)
     if arguments.out is not None:
@@ -138,15 +139,15 @@ def _describe(config: Config, simulation: Simulation) -> str:
         f"rollout   TP {size} x {cluster.num_gpus // size} replicas, KV cache of {capacity:,} tokens each",
         f"training  TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size} x CP "
         f"{training.context_parallel_size} x DP {cluster.num_gpus // training.replica_size}",
-        *_describe_workload(config, simulation),
+        *describe_workload(config, simulation.workload),
         f"steps     {config.data.train_batch_size} prompts x {rollout.n} responses, tail batching {mode}"
         + (f" (eta {race.eta_prompts:g} prompts, {race.eta_responses:g} responses)" if mode != "off" else ""),
     ]
     return "\n".join(facts) + "\n"
 
 
-def _describe_workload(config: Config, simulation: Simulation) -> list[str]:
-    workload = simulation.workload
+def describe_workload(config: Config, workload: Workload) -> list[str]:
+    """The law of the lengths, in one line; more where measured lengths were resampled or cut."""
     lengths = workload.reference(_SAMPLED_RESPONSES)
     cap = config.data.max_response_length
     source = f"preset {config.workload.preset}" if config.workload.preset else "a lognormal law"
@@ -171,7 +172,7 @@ def _describe_workload(config: Config, simulation: Simulation) -> list[str]:
 
 def _summary_table(config: Config, recorder: Recorder, summary: Summary) -> Table:
     totals = recorder.totals
-    table = _table("", "")
+    table = columns("", "")
     table.show_header = False
     num_steps = totals.num_samples / (config.data.train_batch_size * config.rollout.n)
     rounds = f"{totals.num_rounds} ({totals.num_long_rounds} LONG)"
@@ -193,17 +194,20 @@ def _summary_table(config: Config, recorder: Recorder, summary: Summary) -> Tabl
     return table
 
 
-def _table(*titles: str) -> Table:
+def columns(*titles: str) -> Table:
+    """An empty table: the first column to the left, titled ones to the right."""
     table = Table(box=SIMPLE)
     for number, title in enumerate(titles):
         table.add_column(title, justify="right" if number and title else "left")
     return table
 
 
-def _console() -> Console:
-    is_terminal = sys.stdout.isatty()
+def open_console(stream: TextIO | None = None) -> Console:
+    """Plain text on `stream` (standard output), as wide as the terminal, or of a fixed width where there is none."""
+    stream = stream or sys.stdout
+    is_terminal = stream.isatty()
     return Console(
-        file=sys.stdout,
+        file=stream,
         width=None if is_terminal else _WIDTH,
         highlight=False,
         emoji=False,

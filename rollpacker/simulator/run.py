@@ -10,7 +10,7 @@ from rollpacker.policy.controller import StepController
 from rollpacker.profiling.trace import TraceWriter
 from rollpacker.simulator.cluster import Cluster
 from rollpacker.simulator.core import SimulatedBackend
-from rollpacker.simulator.record import Recorder, RowWriter
+from rollpacker.simulator.record import Recorder, RowWriter, StepSink
 from rollpacker.simulator.workload import Workload, build_workload
 
 
@@ -30,6 +30,10 @@ class Simulation:
     def run(self, rows: RowWriter | None = None, trace: TraceWriter | None = None) -> Recorder:
         """Simulate the whole run; its rows and bars go where they are given."""
         recorder = Recorder(self.config, self.cluster.num_gpus, rows, trace)
-        backend = SimulatedBackend(self.config, self.cluster, self.workload, recorder)
-        run(self.config.trainer.total_training_steps, self.controller, backend)
+        self.run_into(recorder)
         return recorder
+
+    def run_into(self, sink: StepSink) -> None:
+        """The same, for whoever wants to see each step."""
+        backend = SimulatedBackend(self.config, self.cluster, self.workload, sink)
+        run(self.config.trainer.total_training_steps, self.controller, backend)

@@ -1,4 +1,4 @@
-"""How long an update takes: forward, backward and log-prob passes by FLOPs, then reduction and optimizer."""
+"""How long an update takes: forward, backward and log-prob passes by FLOPs and all-reduces, then reduction and optimizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollpacker.config import Config
 from rollpacker.data.packing import assign_to_replicas, split_micro_batches, split_mini_batches
-from rollpacker.memory_estimate import optimizer_shards
+from rollpacker.memory_estimate import ELEMENT_BYTES, optimizer_shards
 from rollpacker.messages import UpdatePlan
 from rollpacker.simulator import constants as k
 from rollpacker.simulator.cluster import Cluster
@@ -40,6 +40,7 @@ class TrainingCost:
         self.replica_size = training.replica_size
         self.num_replicas = cluster.num_gpus // training.replica_size
         self._flops = training.replica_size * cluster.gpu.flops * config.cluster.train_mfu
+        self._all_reduce_s = _all_reduce_s(config, cluster)
         model_ranks = training.tensor_model_parallel_size * training.pipeline_model_parallel_size
         parameters, num_copies = cluster.shape.num_parameters() / model_ranks, cluster.num_gpus // model_ranks
         # gradients are reduce-scattered in fp32, weights gathered in bf16; the optimizer state streams through memory once
@@ -102,4 +103,17 @@ class TrainingCost:
                 lengths, max_tokens=training.max_tokens_per_gpu, max_sequences=training.micro_batch_size
             )
         )
-        return flops / self._flops * (num_batches + training.pipeline_model_parallel_size - 1) / num_batches
+        seconds = flops / self._flops + self._all_reduce_s * sum(lengths)
+        return seconds * (num_batches + training.pipeline_model_parallel_size - 1) / num_batches
+
+
+def _all_reduce_s(config: Config, cluster: Cluster) -> float:
+    """Tensor parallelism's all-reduces of one token, for each forward pass's worth of FLOPs; nothing overlaps with them.
+
+    Forward, backward and recompute have two in each layer, as in cost.py; the backward pass has the FLOPs of two passes.
+    """
+    training, tp = config.training, config.training.tensor_model_parallel_size
+    num_passes = 2 + (training.recompute_granularity is not None)
+    moved = 2 * (tp - 1) / tp * ELEMENT_BYTES[training.dtype] * cluster.shape.hidden_size
+    bandwidth = cluster.gpu.nvlink_bandwidth * training.replica_size / tp  # stages and CP ranks share the work out
+    return 2 * cluster.shape.num_layers * moved / bandwidth * num_passes / (num_passes + 1)

@@ -52,6 +52,10 @@ PRESETS = {
 }
 
 
+PRESET_CAPS = {"7b_8k": 8192, "14b_16k": 16384, "32b_32k": 32768}
+"""`data.max_response_length` of the setting that each preset was fitted to."""
+
+
 class Workload(Protocol):
     """The prompts of an epoch and the law of their responses."""
 

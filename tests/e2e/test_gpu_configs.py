@@ -111,3 +111,15 @@ def test_an_incomplete_download_is_found(models: Path, tmp_path: Path) -> None:
     result = start("7B", "--dry-run", f"model.path={folder}", f"data.train_files={DEMO / 'train.jsonl'}")
     assert result.returncode == 2
     assert "cannot be read as safetensors" in result.stderr
+
+
+def test_a_suggested_config_is_good(models: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "suggested.yaml")
+    program = [sys.executable, "-m", "rollpacker"]
+    job = ["--model", str(models / "7B"), "--gpus", "16", "--train-batch-size", "16", "--n", "4"]
+    suggested = run([*program, "suggest", *job, "--out", out, "workload.num_prompts=64"], timeout_s=60)
+    assert suggested.returncode == 0, suggested.stderr
+    result = run([*program, "train", out, "--dry-run", f"data.train_files={DEMO / 'train.jsonl'}"], timeout_s=60)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "ranks     16 on cuda, 2 node(s) of 8" in result.stdout and result.stdout.count("fits, ") == 2
+    assert result.stdout.endswith("The config is good; nothing was started or written.\n")

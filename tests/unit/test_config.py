@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.config import Config, ConfigError, ValKwargsConfig, every_key
+from rollpacker.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainingConfig,
+    ValKwargsConfig,
+    every_key,
+)
 from rollpacker.config_checks import check_parallel_shape, job_size, missing_features
-from rollpacker.config_file import load_config, to_yaml
+from rollpacker.config_file import load_config, to_short_yaml, to_yaml
 
 GOOD = "model: {path: m}\ndata: {train_files: [a.jsonl], max_response_length: 100}\n"
 
@@ -263,3 +272,37 @@ def test_a_command_names_the_files_it_needs(tmp_path: Path) -> None:
     assert config.data.val_files == ["v.jsonl"]
     with pytest.raises(ConfigError, match=r"data\.val_files is empty.*data\.val_files=\[prompts\.jsonl\]"):
         load_config(str(path), prompts="data.val_files")
+
+
+def test_a_short_file_holds_what_differs_and_what_is_explained(tmp_path: Path) -> None:
+    config = Config(
+        model=ModelConfig(path="x: y"),
+        data=DataConfig(train_files=["a b.jsonl", "#2.jsonl"], domains={"maths": 0.5}),
+        rollout=RolloutConfig(val_kwargs=ValKwargsConfig(n=4, temperature=0.6)),
+        training=TrainingConfig(lr=3e-7),
+    )
+    text = to_short_yaml(
+        config, {"tail_batching.mode": "no race", "training.micro_batch_size": "", "rollout.val_kwargs.top_p": "all"}
+    )
+    assert load(tmp_path, text) == config
+    assert text.splitlines() == [
+        "model:",
+        "  path: 'x: y'",
+        "",
+        "data:",
+        "  train_files: [a b.jsonl, '#2.jsonl']",
+        "  domains: {maths: 0.5}",
+        "",
+        "rollout:",
+        "  val_kwargs:",
+        "    n: 4",
+        "    temperature: 0.6",
+        "    top_p: 1.0  # all",
+        "",
+        "tail_batching:",
+        "  mode: 'off'  # no race",
+        "",
+        "training:",
+        "  micro_batch_size: null",
+        "  lr: 3.0e-07",
+    ]
