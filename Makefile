@@ -27,7 +27,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 MPIRUN := mpirun --oversubscribe --bind-to none
 
-.PHONY: env demo smollm2 test unit test-torch test-e2e lint bench lock clean
+.PHONY: env demo smollm2 paper test unit test-paper test-torch test-e2e lint bench lock clean
 
 env: $(DEMO).ready
 
@@ -36,10 +36,16 @@ demo: env
 
 smollm2: $(SMOLLM2).ready
 
-test: env lint unit test-torch test-mpi-1 test-mpi-2 test-mpi-4 test-e2e
+test: env lint unit test-paper test-torch test-mpi-1 test-mpi-2 test-mpi-4 test-e2e
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/unit tests/test_layering.py tests/test_limits.py
+
+paper: $(VENV)/.ready
+	$(BIN)/rollpacker paper --out outputs/paper $(ARGS)
+
+test-paper: $(VENV)/.ready
+	$(BIN)/python -m pytest tests/paper
 
 test-torch: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/torch

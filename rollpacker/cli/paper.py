@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rollpacker.config import ConfigError
-from rollpacker.simulator.paper.figures import draw_table, has_matplotlib
+from rollpacker.simulator.figures import WITHOUT_MATPLOTLIB, has_matplotlib
+from rollpacker.simulator.paper.figures import draw_table
 from rollpacker.simulator.paper.laboratory import Laboratory
 from rollpacker.simulator.paper.tables import TABLES, Row
 
@@ -123,7 +124,7 @@ def _write(folder: Path, names: Sequence[str], rows: Sequence[Row], console: Con
     text = json.dumps([row.to_json() for row in rows], indent=2) + "\n"
     (folder / "paper.json").write_text(text, encoding="utf-8")
     if not has_matplotlib():
-        console.print(f"written to {folder}/paper.json; figures need matplotlib (pip install 'rollpacker[plots]')")
+        console.print(f"written to {folder}: paper.json; {WITHOUT_MATPLOTLIB}", soft_wrap=True)
         return
     for name in names:
         draw_table([row for row in rows if row.table == name], name, folder)

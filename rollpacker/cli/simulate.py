@@ -18,6 +18,7 @@ from rollpacker.config import Config, ConfigError
 from rollpacker.config_file import load_config, to_yaml
 from rollpacker.profiling.trace import TraceWriter
 from rollpacker.runtime.metrics import MetricsWriter, prepare_run_dir
+from rollpacker.simulator.figures import WITHOUT_MATPLOTLIB, draw_sweep, has_matplotlib
 from rollpacker.simulator.record import Recorder, Summary
 from rollpacker.simulator.run import Simulation
 from rollpacker.simulator.workload import MeasuredWorkload, Workload, intraclass_correlation
@@ -119,10 +120,14 @@ def _sweep(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     console = open_console()
     console.print(_describe(runs[0].config, runs[0]), end="", soft_wrap=True)
+    console.print(f"sweep     {key}: what is said above is of {values[0]}", soft_wrap=True)
     console.print(table)
     if arguments.out is not None:
-        (Path(arguments.out) / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-        console.print(f"written to {arguments.out}", soft_wrap=True)
+        folder = Path(arguments.out)
+        (folder / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        if has_matplotlib():
+            draw_sweep(key, rows, folder)
+        console.print(f"written to {folder}" + ("" if has_matplotlib() else f"; {WITHOUT_MATPLOTLIB}"), soft_wrap=True)
     return 0
 
 

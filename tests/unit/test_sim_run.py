@@ -277,6 +277,8 @@ def test_a_sweep_is_one_table(tmp_path: Path, capsys: Any) -> None:
     assert rows[0]["wasted_token_ratio"] < rows[1]["wasted_token_ratio"] < rows[2]["wasted_token_ratio"]
     single = json.loads((tmp_path / "s" / "tail_batching.eta_prompts=1.25" / "summary.json").read_text())
     assert {k: rows[1][k] for k in single} == single
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    assert all((tmp_path / "s" / f"sweep.{kind}").stat().st_size > 5_000 for kind in ("svg", "png"))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ from pathlib import Path
 import rollpacker
 from rollpacker.config import Config, ConfigError
 from rollpacker.config_file import load_config
-from rollpacker.loop import run
 from rollpacker.messages import UpdatePlan
-from rollpacker.simulator.core import SimulatedBackend
 from rollpacker.simulator.record import StepFacts
 from rollpacker.simulator.run import Simulation
 from rollpacker.types import RoundKind
@@ -96,9 +94,7 @@ class Laboratory:
         if key not in self._done:
             self._on_run(f"{setting} {' '.join(overrides)}".strip())
             config = self.config(setting, *overrides)
-            simulation = Simulation(config)
             measured = Measured(config.data.train_batch_size * config.rollout.n)
-            backend = SimulatedBackend(config, simulation.cluster, simulation.workload, measured)
-            run(config.trainer.total_training_steps, simulation.controller, backend)
+            Simulation(config).run_into(measured)
             self._done[key] = measured
         return self._done[key]
