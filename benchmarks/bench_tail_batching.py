@@ -1,10 +1,11 @@
 """What tail batching gains and costs on real engines: `off` against `paper`, in turns, on the same seeds.
 
-    python benchmarks/bench_tail_batching.py [demo smollm2 ...] [--seeds 3] [--steps 40]
+    python benchmarks/bench_tail_batching.py [demo smollm2 ...] [--seeds 3] [--steps 30]
 
 Each run is a `rollpacker train`, read back from its run directory; its first step is a warm-up and not counted. Seconds of a
-shared machine say little, so a seed's two runs follow one another and what is compared is the ratio of the two. A
-fifth of the prompts is audited, so that coverages are known after few steps.
+machine that others use say little. So what is compared is the ratio of a seed's two runs, one after the other, and beside
+the wall the CPU time of the engine's thread on the busiest rank, which the load of others hardly touches. A fifth of the
+prompts is audited, so that coverages are known after few steps.
 
 A round takes decode steps x seconds per decode step. Tail batching cuts the first, the longest response that is waited for,
 and makes the second larger, since more requests decode at a time. Both are printed: how much the second grows is a matter of
@@ -56,10 +57,11 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Round:
-    """One step of a run; seconds are those of the rollout, tokens those of responses."""
+    """One step of a run; seconds are those of the rollout, CPU seconds those of its busiest rank, tokens of responses."""
 
     is_long: bool
     seconds: float
+    cpu_s: float
     num_samples: int
     num_tokens: int
     num_generated: float
@@ -82,7 +84,7 @@ class Run:
 
 def train(workload: Workload, mode: str, seed: int, steps: int, ranks: int, folder: Path) -> Run:
     """Run it, unless the folder holds the run already, and read it."""
-    if not _is_complete(folder, steps):
+    if len(_read(folder / "metrics.jsonl")) != steps:
         command = [
             "mpirun",
             "--oversubscribe",
@@ -101,30 +103,42 @@ def train(workload: Workload, mode: str, seed: int, steps: int, ranks: int, fold
         if result.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}")
     rows = _read(folder / "metrics.jsonl")
-    counts: dict[int, list[int]] = {}
+    lengths: dict[int, list[int]] = {}
     for sample in _read(folder / "samples.jsonl"):
-        counts.setdefault(sample["step"], []).append(sample["num_response_tokens"])
+        lengths.setdefault(sample["step"], []).append(sample["num_response_tokens"])
+    cpu_s = _cpu_seconds(folder / "events.trace.json")
     return Run(
         mode,
         seed,
-        [_round(row, counts[row["training/global_step"]]) for row in rows[1:]],
+        [_round(row, lengths[step], cpu_s[step]) for row in rows[1:] for step in [row["training/global_step"]]],
         {row["step"]: _accuracy(row) for row in _read(folder / "validation.jsonl")},
         {name: rows[-1][f"audit/{name}"] for name in ("num_groups", "icc", *COVERAGES)},
     )
 
 
-def _is_complete(folder: Path, steps: int) -> bool:
-    return len(_read(folder / "metrics.jsonl")) == steps
+def _cpu_seconds(trace: Path) -> dict[int, float]:
+    """CPU time of the rollout on the busiest rank, by step: engine, exchange and controller."""
+    counters: dict[tuple[str, int], list[float]] = {}
+    for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
+        if event["ph"] == "C":
+            counters.setdefault((event["name"], event["pid"]), []).append(next(iter(event["args"].values())))
+    of_ranks = [
+        [engine + control for engine, control in zip(values, counters["control_cpu_s", rank], strict=True)]
+        for (name, rank), values in counters.items()
+        if name == "engine_cpu_s"
+    ]
+    return {step: max(ranks) for step, ranks in enumerate(zip(*of_ranks, strict=True), start=1)}
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def _round(row: dict[str, Any], lengths: Sequence[int]) -> Round:
+def _round(row: dict[str, Any], lengths: Sequence[int], cpu_s: float) -> Round:
     return Round(
         is_long=bool(row["rollout/is_long_round"]),
         seconds=row["timing_s/gen"],
+        cpu_s=cpu_s,
         num_samples=len(lengths),
         num_tokens=sum(lengths),
         num_generated=sum(lengths) / (1.0 - row["rollout/wasted_token_ratio"]),
@@ -140,9 +154,19 @@ def _accuracy(row: dict[str, Any]) -> float:
     return next(float(row[key]) for key in sorted(row) if key.startswith("val-core/") and "/avg@" in key)
 
 
-def seconds_per_sample(rounds: Sequence[Round]) -> float:
-    """Rollout seconds per trained sample."""
-    return sum(r.seconds for r in rounds) / sum(r.num_samples for r in rounds)
+def per_sample(rounds: Sequence[Round], seconds: Callable[[Round], float]) -> float:
+    """Seconds per trained sample."""
+    return sum(map(seconds, rounds)) / sum(r.num_samples for r in rounds)
+
+
+def wall(r: Round) -> float:
+    """Seconds of the rollout on the slowest rank."""
+    return r.seconds
+
+
+def cpu(r: Round) -> float:
+    """CPU seconds of the rollout on the busiest rank."""
+    return r.cpu_s
 
 
 def columns(runs: Sequence[Run]) -> dict[str, list[Round]]:
@@ -161,42 +185,36 @@ def measures(num_ranks: int) -> dict[str, tuple[str, Callable[[Sequence[Round]],
     return {
         "rounds": (".0f", len),
         "longest / median response": (".1f", lambda rs: fmean(r.longest / r.median for r in rs)),
-        "rollout s a round": (".3f", lambda rs: fmean(r.seconds for r in rs)),
-        "rollout ms per trained sample": (".2f", lambda rs: 1e3 * seconds_per_sample(rs)),
+        "rollout s a round": (".3f", lambda rs: fmean(map(wall, rs))),
+        "rollout ms per trained sample": (".2f", lambda rs: 1e3 * per_sample(rs, wall)),
+        "rollout CPU ms per trained sample, busiest rank": (".2f", lambda rs: 1e3 * per_sample(rs, cpu)),
         "decode steps a round (longest trained response)": (".0f", lambda rs: steps(rs) / len(rs)),
-        "ms per decode step": (".1f", lambda rs: 1e3 * sum(r.seconds for r in rs) / steps(rs)),
+        "CPU ms per decode step": (".1f", lambda rs: 1e3 * sum(map(cpu, rs)) / steps(rs)),
         "requests per decode step and rank": (
             ".1f",
             lambda rs: sum(r.num_generated for r in rs) / steps(rs) / num_ranks,
         ),
-        "bubble ratio": (".2f", lambda rs: sum(r.bubble * r.seconds for r in rs) / sum(r.seconds for r in rs)),
+        "bubble ratio": (".2f", lambda rs: sum(r.bubble * r.seconds for r in rs) / sum(map(wall, rs))),
         "wasted token ratio": (".2f", lambda rs: 1 - sum(r.num_tokens for r in rs) / sum(r.num_generated for r in rs)),
-        "trained tokens/s": (".0f", lambda rs: sum(r.num_tokens for r in rs) / sum(r.seconds for r in rs)),
+        "trained tokens/s": (".0f", lambda rs: sum(r.num_tokens for r in rs) / sum(map(wall, rs))),
         "reward of trained samples": (".3f", lambda rs: fmean(r.reward for r in rs)),
     }
 
 
-def compare(runs: Sequence[Run]) -> dict[str, Any]:
-    """Off over paper, a number a seed: rollout time per trained sample, of SHORT rounds and of all; decode steps a round."""
-    pairs = [tuple(next(r for r in runs if (r.seed, r.mode) == (seed, mode)) for mode in MODES) for seed in seeds(runs)]
-    shorts = [[r for r in paper.rounds if not r.is_long] for _, paper in pairs]
-    off_steps = [fmean(r.longest for r in off.rounds) for off, _ in pairs]
-    return {
-        "SHORT rounds, rollout time per trained sample, off / paper": [
-            seconds_per_sample(off.rounds) / seconds_per_sample(short)
-            for (off, _), short in zip(pairs, shorts, strict=True)
-        ],
-        "SHORT rounds, decode steps a round, off / paper": [
-            steps / fmean(r.longest for r in short) for steps, short in zip(off_steps, shorts, strict=True)
-        ],
-        "all rounds, rollout time per trained sample, off / paper": [
-            seconds_per_sample(off.rounds) / seconds_per_sample(paper.rounds) for off, paper in pairs
-        ],
-        "all rounds, decode steps a round, off / paper": [
-            steps / fmean(r.longest for r in paper.rounds)
-            for steps, (_, paper) in zip(off_steps, pairs, strict=True)
-        ],
-    }  # fmt: skip
+def compare(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """Off over paper, a number a seed: rollout time per trained sample and decode steps a round."""
+    ratios: dict[str, list[float]] = {}
+    for seed in seeds(runs):
+        off, paper = (next(r.rounds for r in runs if (r.seed, r.mode) == (seed, mode)) for mode in MODES)
+        for name, rounds in (("SHORT rounds", [r for r in paper if not r.is_long]), ("all rounds", paper)):
+            found = {
+                "rollout time per trained sample": per_sample(off, wall) / per_sample(rounds, wall),
+                "rollout CPU time per trained sample": per_sample(off, cpu) / per_sample(rounds, cpu),
+                "decode steps a round": fmean(r.longest for r in off) / fmean(r.longest for r in rounds),
+            }
+            for what, ratio in found.items():
+                ratios.setdefault(f"{name}, {what}, off / paper", []).append(ratio)
+    return ratios
 
 
 def seeds(runs: Sequence[Run]) -> list[int]:
@@ -285,7 +303,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", default=["demo"], metavar="|".join(WORKLOADS))
     parser.add_argument("--seeds", type=int, default=3, help="pairs of runs")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each run; the first is not counted")
+    parser.add_argument("--steps", type=int, default=30, help="steps of each run; the first is not counted")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "bench_tail_batching", help="run directories")
     parser.add_argument("--out", type=Path, default=ROOT / "bench_tail_batching.json")
