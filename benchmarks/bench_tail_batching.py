@@ -1,6 +1,6 @@
 """What tail batching gains and costs on real engines: `off` against `paper`, in turns, on the same seeds.
 
-    python benchmarks/bench_tail_batching.py [demo smollm2 ...] [--seeds 3] [--steps 30]
+    python benchmarks/bench_tail_batching.py [demo demo-small] [--seeds 3] [--steps 30]
 
 Each run is a `rollpacker train`, read back from its run directory; its first step is a warm-up and not counted. Seconds of a
 machine that others use say little. So what is compared is the ratio of a seed's two runs, one after the other, and beside
@@ -51,7 +51,6 @@ WORKLOADS = {
         "configs/demo_cpu.yaml",
         ("rollout.n=4", "rollout.quantum_ms=20", "trainer.test_freq=10", "rollout.val_kwargs.n=8"),
     ),
-    "smollm2": Workload("configs/smollm2_cpu.yaml", ("data.max_response_length=512", "data.shuffle=true")),
 }
 
 
