@@ -68,8 +68,8 @@ class Rollout(Protocol):
 
 @dataclass
 class RoundFacts:
-    """Seconds on this rank: launch time (event clock), engine busy, CPU time of the engine (its steps and the adding of
-    requests, on the thread that makes them), CPU time of exchange and controller, wall.
+    """Seconds on this rank: launch time (event clock), engine busy, CPU time of launch and engine steps (on the thread that
+    makes them), CPU time of exchange and controller, wall.
     """
 
     launch_s: float = 0.0
@@ -152,7 +152,9 @@ class LiveRollout:
         self._responses.clear()
         self.facts = RoundFacts(launch_s=self._now())
         self._launch_wall_s = self._world.now()
+        start = time.thread_time()
         self._add(plan.requests)
+        self.facts.engine_cpu_s = time.thread_time() - start
 
     def events(self, digest: Callable[[], int]) -> Iterator[Event]:
         """Run quanta and exchange until the round has ended; what is then on the way is folded in too."""
@@ -201,11 +203,9 @@ class LiveRollout:
         return taken
 
     def _add(self, requests: Sequence[Request]) -> None:
-        start = time.thread_time()
         for request in requests:
             if request.replica == self._placement.replica:
                 self._engine.add(request, self._law)
-        self.facts.engine_cpu_s += time.thread_time() - start
 
     @property
     def _round_tag(self) -> int:

@@ -13,7 +13,7 @@ from rollpacker.config import Config, DataConfig, ModelConfig, RewardConfig, Rol
 from rollpacker.data.prompts import PromptOrder
 from rollpacker.data.tasks import Example
 from rollpacker.loop import run_round
-from rollpacker.policy.assembly import build_controller
+from rollpacker.policy.assembly import Machine, build_controller
 from rollpacker.reward.scheduler import RewardScheduler
 from rollpacker.rollout.engine import SamplingLaw
 from rollpacker.runtime.rollout import LiveRollout, place
@@ -70,7 +70,7 @@ def test_waiting_holds_no_core(world: World, shared_tmp: Path) -> None:
         reward=RewardConfig(timeout_s=30.0),
     )
     controller = build_controller(
-        config, PromptOrder([EXAMPLE], seed=0, shuffle=False, total_epochs=1), num_gpus=world.size
+        config, PromptOrder([EXAMPLE], seed=0, shuffle=False, total_epochs=1), Machine(world.size)
     )
     exchange = EventExchange(world.comm, timeout_s=60)
     rollout = LiveRollout(
