@@ -4,7 +4,8 @@
 #   make env       the set-up alone: system packages, .venv, the package, the demo's model and data
 #   make smollm2   SmolLM2-135M-Instruct in assets/smollm2, for configs/smollm2_cpu.yaml
 #   make unit | test-torch | test-mpi-N | test-e2e | lint     parts of `make test`
-#   make bench     speed, against TRL on the same task; writes bench.json
+#   make bench     speed, against TRL on the same task, and tail batching against off; writes bench*.json
+#   make soak      tail batching for 200 rounds on each of 1, 2, 4 ranks x rollout TP 1, 2; soak-RANKS-TP one of them
 #   make lock      pin the versions anew (requirements/cpu.lock)
 
 SHELL := /bin/bash
@@ -14,6 +15,7 @@ BIN := $(VENV)/bin
 DEMO := assets/demo
 SMOLLM2 := assets/smollm2
 RANKS ?= 2
+ROUNDS ?= 200
 
 # Where the CPU build of torch comes from: a local folder of wheels if pip knows one, else PyTorch's own index.
 TORCH_LINKS ?= $(PIP_FIND_LINKS)
@@ -27,7 +29,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 MPIRUN := mpirun --oversubscribe --bind-to none
 
-.PHONY: env demo smollm2 paper test unit test-paper test-torch test-e2e lint bench lock clean
+.PHONY: env demo smollm2 paper test unit test-paper test-torch test-e2e lint bench soak lock clean
 
 env: $(DEMO).ready
 
@@ -63,6 +65,13 @@ lint: $(VENV)/.ready
 
 bench: env
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/bench_tail_batching.py
+
+soak: $(addprefix soak-,1-1 2-1 2-2 4-1 4-2)
+
+soak-%: $(VENV)/.ready
+	$(MPIRUN) -n $(firstword $(subst -, ,$*)) $(BIN)/python -m pytest --color=no tests/mpi/test_tail_batching.py \
+	  --rounds $(ROUNDS) --rollout-tp $(lastword $(subst -, ,$*)) --timeout 3600
 
 # The set-up, in three cached stages; each stamp is renewed when what it was made from changes.
 $(VENV)/.mpi:
@@ -104,4 +113,4 @@ lock: | $(VENV)/.mpi
 	  --excludes requirements/excludes.txt requirements/cpu.in requirements/dev.in -o requirements/cpu.lock
 
 clean:
-	rm -rf $(VENV) .venv-trl assets outputs bench.json
+	rm -rf $(VENV) .venv-trl assets outputs bench.json bench_tail_batching.json

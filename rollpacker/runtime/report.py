@@ -133,6 +133,7 @@ class StepReporter:
                 self._sinks.trace.add_counter(rank, "quanta", report.end_s, facts.num_quanta)
                 self._sinks.trace.add_counter(rank, "control_cpu_s", report.end_s, facts.control_cpu_s)
                 self._sinks.trace.add_counter(rank, "engine_busy_s", report.end_s, facts.engine_busy_s)
+                self._sinks.trace.add_counter(rank, "engine_cpu_s", report.end_s, facts.engine_cpu_s)
         self._warn_of_mismatch(metrics)
         self._warn_of_race(update)
         self._note_failures([m for rank in gathered for m in rank.reward_messages], "step")

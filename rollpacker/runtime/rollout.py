@@ -68,10 +68,13 @@ class Rollout(Protocol):
 
 @dataclass
 class RoundFacts:
-    """Seconds on this rank: launch time (event clock), engine busy, CPU time of exchange and controller, wall."""
+    """Seconds on this rank: launch time (event clock), engine busy, CPU time of launch and engine steps (on the thread that
+    makes them), CPU time of exchange and controller, wall.
+    """
 
     launch_s: float = 0.0
     engine_busy_s: float = 0.0
+    engine_cpu_s: float = 0.0
     control_cpu_s: float = 0.0
     wall_s: float = 0.0
     num_quanta: int = 0
@@ -149,7 +152,9 @@ class LiveRollout:
         self._responses.clear()
         self.facts = RoundFacts(launch_s=self._now())
         self._launch_wall_s = self._world.now()
+        start = time.thread_time()
         self._add(plan.requests)
+        self.facts.engine_cpu_s = time.thread_time() - start
 
     def events(self, digest: Callable[[], int]) -> Iterator[Event]:
         """Run quanta and exchange until the round has ended; what is then on the way is folded in too."""
@@ -211,7 +216,7 @@ class LiveRollout:
         return self._virtual_s if self._deterministic else self._world.now()
 
     def _run_quantum(self) -> None:
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.thread_time()
         num_steps = 0
         if self._engine.num_requests:
             self._mark_busy()
@@ -229,6 +234,7 @@ class LiveRollout:
         self._steps_in_quantum = num_steps
         if num_steps:
             self.facts.engine_busy_s += busy_s
+            self.facts.engine_cpu_s += time.thread_time() - start_cpu
             self._step_s = busy_s / num_steps
         self._virtual_s += (self._num_steps - num_steps) * _VIRTUAL_STEP_S
         if not self._engine.num_requests:

@@ -15,7 +15,10 @@ MODEL = REPOSITORY / "assets" / "smollm2"
 END_OF_TURN = 2  # <|im_end|>
 CAP = 128
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not MODEL.exists(), reason="assets/smollm2 is not there: make smollm2"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +100,28 @@ def test_smollm2_converts_there_and_back(tmp_path: Path) -> None:
     before, after = weights_of(MODEL), weights_of(tmp_path / "hf")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tail_batching_on_a_pretrained_model(tmp_path: Path, ranks: int) -> None:
+    """Three steps in deterministic mode, on one replica and on two (its 9 heads do not make a TP group of two).
+
+    Some of the prompts are audited, so there is a LONG round whatever the responses are.
+    """
+    settings = ["tail_batching.mode=paper", "tail_batching.audit_fraction=0.4", "trainer.deterministic=true"]
+    settings += ["data.train_batch_size=2", "rollout.n=2", "data.max_response_length=64"]
+    settings += ["trainer.total_training_steps=3", "trainer.save_freq=0", f"trainer.default_local_dir={tmp_path}/run"]
+    result = run(command_line("train", ranks, *settings, config="configs/smollm2_cpu.yaml"), timeout_s=800)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows, samples = (read_jsonl(tmp_path / "run" / f"{name}.jsonl") for name in ("metrics", "samples"))
+    assert {row["rollout/is_long_round"] for row in rows} == {0, 1}
+    for row in rows:
+        mine = [s for s in samples if s["step"] == row["training/global_step"]]
+        if row["rollout/is_long_round"]:
+            assert row["filter/num_launched"] == len(mine)
+            assert row["rollout/aborted_responses"] == 0
+        else:
+            assert (row["filter/num_launched"], len(mine)) == (3 * 3, 2 * 2)
+            assert row["rollout/aborted_responses"] > 0
+        assert 0 < row["training/rollout_logprobs_diff_max"] <= 2e-4
+    assert len({(s["prompt_id"], s["response_index"]) for s in samples}) == len(samples)

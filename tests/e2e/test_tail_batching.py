@@ -23,10 +23,10 @@ TIMES = ("timing_s/", "perf/", "bubble/")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The same run twice."""
+    """The same run twice, the second without any log: what is written down must not change what is done."""
     folders = [tmp_path_factory.mktemp("paper") / name for name in ("first", "second")]
-    for folder in folders:
-        result = train(2, *PAPER, f"trainer.default_local_dir={folder}")
+    for folder, quiet in zip(folders, ([], ["trainer.logger=[]", "profiler.trace=false"]), strict=True):
+        result = train(2, *PAPER, *quiet, f"trainer.default_local_dir={folder}")
         assert result.returncode == 0, result.stderr[-3000:]
     return folders
 
@@ -40,6 +40,7 @@ def test_deterministic_tail_batching_repeats_exactly(runs: list[Path]) -> None:
     first, second = ([{k: v for k, v in r.items() if not k.startswith(TIMES)} for r in rows(f)] for f in runs)
     assert first == second
     assert read_jsonl(runs[0] / "samples.jsonl") == read_jsonl(runs[1] / "samples.jsonl")
+    assert [(f / "events.trace.json").exists() for f in runs] == [True, False]
 
 
 def test_rounds_are_short_and_long(runs: list[Path]) -> None:
@@ -49,6 +50,7 @@ def test_rounds_are_short_and_long(runs: list[Path]) -> None:
         mine = [s for s in samples if s["step"] == row["training/global_step"]]
         kind = "long" if row["rollout/is_long_round"] else "short"
         assert {s["round"] for s in mine} == {kind}
+        assert all(s["launch_s"] < s["finish_s"] for s in mine)
         lengths[kind] += [s["num_response_tokens"] for s in mine]
         if kind == "short":
             assert len(mine) == 8 * 4

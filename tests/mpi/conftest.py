@@ -30,6 +30,7 @@ def world() -> World:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="what the ranks compute on")
     parser.addoption("--rounds", type=int, default=10, help="rounds of tests/mpi/test_tail_batching.py")
+    parser.addoption("--rollout-tp", type=int, help="rollout TP of test_tail_batching.py (default: 2 where it fits)")
 
 
 @pytest.fixture(scope="session")
