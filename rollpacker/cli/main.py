@@ -6,12 +6,12 @@ import argparse
 import sys
 
 from rollpacker import __version__
-from rollpacker.cli import convert, simulate, train
+from rollpacker.cli import convert, plan, simulate, train
 from rollpacker.cli import eval as evaluate
 from rollpacker.config import ConfigError
 from rollpacker.config_file import is_overlay
 
-_COMMANDS = {"train": train, "eval": evaluate, "simulate": simulate, "convert": convert}
+_COMMANDS = {"train": train, "eval": evaluate, "simulate": simulate, "plan": plan, "convert": convert}
 
 
 def main(argv: list[str] | None = None) -> int:

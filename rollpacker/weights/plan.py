@@ -252,8 +252,7 @@ def _strided(runs: list[tuple[int, int, int]]) -> list[tuple[int, int, int, int,
         if found:
             a_first, b_first, rows, length, a_pitch, b_pitch = found[-1]
             a_step, b_step = a - a_first, b - b_first
-            is_second = rows == 1 and min(a_step, b_step) >= num
-            if num == length and (is_second or (a_step, b_step) == (rows * a_pitch, rows * b_pitch)):
+            if num == length and (rows == 1 or (a_step, b_step) == (rows * a_pitch, rows * b_pitch)):
                 found[-1] = (a_first, b_first, rows + 1, num, a_step // rows, b_step // rows)
                 continue
         found.append((a, b, 1, num, num, num))
