@@ -3,7 +3,7 @@
 #   make test      every check that needs no GPU
 #   make env       the set-up alone: system packages, .venv, the package, the demo's model and data
 #   make smollm2   SmolLM2-135M-Instruct in assets/smollm2, for configs/smollm2_cpu.yaml
-#   make unit | test-torch | test-mpi-N | test-e2e | lint     parts of `make test`
+#   make unit | test-csrc | test-torch | test-mpi-N | test-e2e | lint     parts of `make test`
 #   make bench     speed, against TRL on the same task; writes bench.json
 #   make lock      pin the versions anew (requirements/cpu.lock)
 
@@ -27,7 +27,12 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 MPIRUN := mpirun --oversubscribe --bind-to none
 
-.PHONY: env demo smollm2 test unit test-torch test-e2e lint bench lock clean
+# $(CSRC_TEST) FOLDER OPTION...: build csrc/ without Python in FOLDER and run its tests.
+CSRC_TEST := PATH="$(abspath $(BIN)):$$PATH" sh -ec 'folder=$$1; shift; \
+  cmake -S csrc -B $$folder -GNinja -DROLLPACKER_PYTHON=OFF -DROLLPACKER_TESTS=ON "$$@" >/dev/null; \
+  cmake --build $$folder; ctest --test-dir $$folder --output-on-failure' csrc
+
+.PHONY: env demo smollm2 test unit test-csrc test-torch test-e2e lint bench lock clean
 
 env: $(DEMO).ready
 
@@ -36,10 +41,15 @@ demo: env
 
 smollm2: $(SMOLLM2).ready
 
-test: env lint unit test-torch test-mpi-1 test-mpi-2 test-mpi-4 test-e2e
+test: env lint unit test-csrc test-torch test-mpi-1 test-mpi-2 test-mpi-4 test-e2e
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/unit tests/test_layering.py tests/test_limits.py
+
+# Twice: as it is built for use, and with sanitizers that end a test at an address or a shift out of bounds.
+test-csrc: $(VENV)/.ready
+	$(CSRC_TEST) build/csrc -DROLLPACKER_CUDA=AUTO
+	$(CSRC_TEST) build/csrc-sanitized -DROLLPACKER_CUDA=OFF -DROLLPACKER_SANITIZE=address,undefined
 
 test-torch: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/torch
@@ -57,8 +67,9 @@ lint: $(VENV)/.ready
 
 bench: env
 	$(BIN)/python benchmarks/run.py
+	$(MPIRUN) -n 2 $(BIN)/python benchmarks/refit.py --out bench.json
 
-# The set-up, in three cached stages; each stamp is renewed when what it was made from changes.
+# The set-up, in cached stages; each stamp is renewed when what it was made from changes.
 $(VENV)/.mpi:
 	@command -v mpirun >/dev/null && command -v mpicc >/dev/null || { \
 	  if [ "$$(id -u)" = 0 ]; then sudo=""; else sudo="sudo -n"; fi; \
@@ -71,11 +82,15 @@ $(VENV)/.mpi:
 	  echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@mkdir -p $(VENV) && touch $@
 
-$(VENV)/.ready: requirements/cpu.lock pyproject.toml | $(VENV)/.mpi
+$(VENV)/.packages: requirements/cpu.lock | $(VENV)/.mpi
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "uv>=0.13,<0.14"
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --compile-bytecode $(UV_FLAGS) -r requirements/cpu.lock
-	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -e .
+	@touch $@
+
+# The package, and the extension of csrc/ beside its sources. Without build isolation, so that CMake's folder stays valid.
+$(VENV)/.ready: $(VENV)/.packages pyproject.toml setup.py $(wildcard csrc/*.*)
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $@
 
 # The stamps of models lie beside their folders: the tools refuse to replace a folder that holds what they did not make, and a
@@ -98,4 +113,4 @@ lock: | $(VENV)/.mpi
 	  --excludes requirements/excludes.txt requirements/cpu.in requirements/dev.in -o requirements/cpu.lock
 
 clean:
-	rm -rf $(VENV) .venv-trl assets outputs bench.json
+	rm -rf $(VENV) .venv-trl assets outputs build bench.json rollpacker/weights/_reshard*.so
