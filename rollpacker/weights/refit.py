@@ -17,6 +17,7 @@ from rollpacker.comm.groups import ParallelRanks
 from rollpacker.model_shape import ModelShape
 from rollpacker.weights.hf import SafetensorsFolder
 from rollpacker.weights.layout import TIED_HEAD, ParameterLayout, megatron_layout, stage_of
+from rollpacker.weights.plan import TrainingGrid
 from rollpacker.weights.shards import join_shards, read_shard
 
 
@@ -32,6 +33,20 @@ class MegatronWeights:
             raise RuntimeError(
                 f"the layout table does not know these parameters of Megatron's model: {sorted(unknown)}"
             )
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's."""
+        return self._shape
+
+    @property
+    def grid(self) -> TrainingGrid:
+        """How the model is spread over the ranks."""
+        return TrainingGrid(self._ranks.tp_size, self._ranks.pp_size)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The local shards of all parameters of this stage, by name."""
+        return {name: parameter.data for name, parameter in self._parameters.items()}
 
     def parameter(self, name: str) -> Tensor:
         """The local shard of a parameter of this stage."""
