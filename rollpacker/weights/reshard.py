@@ -223,8 +223,7 @@ class Resharder:
                     )
 
     def _checksums(self, ops: Sequence[TransferOp], *, at_source: bool) -> list[int]:
-        """Sum of each block's bits as the engine has them."""
-        integer = torch.int32 if self._destination_dtype.itemsize == 4 else torch.int16
+        """Of each block as the engine has it."""
         sums = []
         for op in ops:
             b = op.block
@@ -236,14 +235,20 @@ class Resharder:
                     b.destination_offset,
                     b.destination_pitch,
                 )
-            view = (
-                tensor.detach()
-                .view(-1)
-                .as_strided((b.rows, b.row_elements), (pitch, 1), tensor.storage_offset() + offset)
-            )
-            bits = view.to(self._destination_dtype).contiguous().view(integer)
-            sums.append(bits.sum(dtype=torch.int64))
+            view = tensor.as_strided((b.rows, b.row_elements), (pitch, 1), tensor.storage_offset() + offset)
+            sums.append(_checksum(view.to(self._destination_dtype)))
         return torch.stack(sums).tolist() if sums else []
+
+
+def _checksum(block: Tensor) -> Tensor:
+    """Sum of a block's bits, eight bytes at a time and what is left over by itself; overflows wrap."""
+    flat = block.reshape(-1)
+    in_word = 8 // flat.element_size()
+    if flat.storage_offset() % in_word:
+        flat = flat.clone()
+    num_words = flat.numel() // in_word
+    rest = flat[num_words * in_word :].view(torch.int32 if in_word == 2 else torch.int16)
+    return flat[: num_words * in_word].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
 
 
 def _common_dtype(tensors: Mapping[str, Tensor], whose: str) -> torch.dtype:
