@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -160,7 +159,7 @@ def main() -> int:
             table.add_row(
                 r["name"], f"{r['value']:.3g}", r["unit"], f"{r['ratio']:.2f}" if r["ratio"] else "", r["bound"]
             )
-        Console(width=None if sys.stdout.isatty() else 150).print(table)
+        Console(width=150).print(table)
         if args.out:
             earlier = json.loads(args.out.read_text()) if args.out.exists() else []
             args.out.write_text(json.dumps(earlier + rows, indent=2) + "\n")

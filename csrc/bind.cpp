@@ -163,7 +163,8 @@ NB_MODULE(_reshard, m) {
             const int64_t send[2] = {send_buffers[0], send_buffers[1]}, receive[2] = {receive_buffers[0], receive_buffers[1]};
             self.run(send, receive, reinterpret_cast<void*>(stream));
           },
-          nb::arg("send_buffers"), nb::arg("receive_buffers"), nb::arg("stream"));
+          nb::arg("send_buffers"), nb::arg("receive_buffers"), nb::arg("stream"),
+          nb::call_guard<nb::gil_scoped_release>());
 #else
   m.attr("WITH_CUDA") = false;
 #endif
