@@ -3,8 +3,9 @@
 #   make test      every check that needs no GPU
 #   make env       the set-up alone: system packages, .venv, the package, the demo's model and data
 #   make smollm2   SmolLM2-135M-Instruct in assets/smollm2, for configs/smollm2_cpu.yaml
-#   make unit | test-torch | test-mpi-N | test-e2e | lint     parts of `make test`
-#   make bench     speed, against TRL on the same task, and tail batching against off; writes bench*.json
+#   make unit | test-csrc | test-paper | test-torch | test-mpi-N | test-e2e | lint     parts of `make test`
+#   make paper     the paper's tables and figures, simulated; writes outputs/paper
+#   make bench     speed: against TRL on the same task, tail batching against off, the refit; writes bench*.json
 #   make soak      tail batching for 200 rounds on each of 1, 2, 4 ranks x rollout TP 1, 2; soak-RANKS-TP one of them
 #   make lock      pin the versions anew (requirements/cpu.lock)
 
@@ -29,7 +30,12 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 MPIRUN := mpirun --oversubscribe --bind-to none
 
-.PHONY: env demo smollm2 paper test unit test-paper test-torch test-e2e lint bench soak lock clean
+# $(CSRC_TEST) FOLDER OPTION...: build csrc/ without Python in FOLDER and run its tests.
+CSRC_TEST := PATH="$(abspath $(BIN)):$$PATH" sh -ec 'folder=$$1; shift; \
+  cmake -S csrc -B $$folder -GNinja -DROLLPACKER_PYTHON=OFF -DROLLPACKER_TESTS=ON "$$@" >/dev/null; \
+  cmake --build $$folder; ctest --test-dir $$folder --output-on-failure' csrc
+
+.PHONY: env demo smollm2 paper test unit test-csrc test-paper test-torch test-e2e lint bench soak lock clean
 
 env: $(DEMO).ready
 
@@ -38,7 +44,7 @@ demo: env
 
 smollm2: $(SMOLLM2).ready
 
-test: env lint unit test-paper test-torch test-mpi-1 test-mpi-2 test-mpi-4 test-e2e
+test: env lint unit test-csrc test-paper test-torch test-mpi-1 test-mpi-2 test-mpi-4 test-e2e
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/unit tests/test_layering.py tests/test_limits.py
@@ -48,6 +54,10 @@ paper: $(VENV)/.ready
 
 test-paper: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/paper
+# Twice: as it is built for use, and with sanitizers that end a test at an address or a shift out of bounds.
+test-csrc: $(VENV)/.ready
+	$(CSRC_TEST) build/csrc -DROLLPACKER_CUDA=AUTO
+	$(CSRC_TEST) build/csrc-sanitized -DROLLPACKER_CUDA=OFF -DROLLPACKER_SANITIZE=address,undefined
 
 test-torch: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/torch
@@ -66,6 +76,7 @@ lint: $(VENV)/.ready
 bench: env
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/bench_tail_batching.py
+	$(MPIRUN) -n 2 $(BIN)/python benchmarks/refit.py --out bench.json
 
 soak: $(addprefix soak-,1-1 2-1 2-2 4-1 4-2)
 
@@ -73,7 +84,7 @@ soak-%: $(VENV)/.ready
 	$(MPIRUN) -n $(firstword $(subst -, ,$*)) $(BIN)/python -m pytest --color=no tests/mpi/test_tail_batching.py \
 	  --rounds $(ROUNDS) --rollout-tp $(lastword $(subst -, ,$*)) --timeout 3600
 
-# The set-up, in three cached stages; each stamp is renewed when what it was made from changes.
+# The set-up, in cached stages; each stamp is renewed when what it was made from changes.
 $(VENV)/.mpi:
 	@command -v mpirun >/dev/null && command -v mpicc >/dev/null || { \
 	  if [ "$$(id -u)" = 0 ]; then sudo=""; else sudo="sudo -n"; fi; \
@@ -86,11 +97,15 @@ $(VENV)/.mpi:
 	  echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@mkdir -p $(VENV) && touch $@
 
-$(VENV)/.ready: requirements/cpu.lock pyproject.toml | $(VENV)/.mpi
+$(VENV)/.packages: requirements/cpu.lock | $(VENV)/.mpi
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "uv>=0.13,<0.14"
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --compile-bytecode $(UV_FLAGS) -r requirements/cpu.lock
-	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -e .
+	@touch $@
+
+# The package, and the extension of csrc/ beside its sources. Without build isolation, so that CMake's folder stays valid.
+$(VENV)/.ready: $(VENV)/.packages pyproject.toml setup.py $(wildcard csrc/*.*)
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $@
 
 # The stamps of models lie beside their folders: the tools refuse to replace a folder that holds what they did not make, and a
@@ -113,4 +128,4 @@ lock: | $(VENV)/.mpi
 	  --excludes requirements/excludes.txt requirements/cpu.in requirements/dev.in -o requirements/cpu.lock
 
 clean:
-	rm -rf $(VENV) .venv-trl assets outputs bench.json bench_tail_batching.json
+	rm -rf $(VENV) .venv-trl assets outputs build bench*.json rollpacker/weights/_reshard*.so

@@ -166,7 +166,16 @@ class StreamConfig:
 class WeightsConfig:
     """How trained weights get into the engines."""
 
-    refit: str = key("golden", "Train to rollout weights: golden = gather, load by Hugging Face names.", ("golden",))
+    refit: str = key(
+        "golden",
+        "Train to rollout weights: golden = gather whole tensors, load by Hugging Face names; csrc = the extension copies "
+        "shards into shards (docs/refit.md).",
+        ("golden", "csrc"),
+    )
+    bucket_mib: int = key(256, "csrc: size of a round's send buffer and of its receive buffer; two of each are used.")
+    check_freq: int = key(
+        16, "csrc: compare checksums of trainer and engine in every so many refits, the first included; 0 = never."
+    )
 
 
 @dataclass(frozen=True)

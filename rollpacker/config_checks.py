@@ -22,6 +22,8 @@ _AT_LEAST: dict[str, float] = {
     "rollout.n": 1,
     "rollout.top_k": -1,
     "rollout.weight_noise": 0,
+    "weights.bucket_mib": 1,
+    "weights.check_freq": 0,
     "tail_batching.eta_prompts": 1,
     "tail_batching.eta_responses": 1,
     "tail_batching.audit_fraction": 0,

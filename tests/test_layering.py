@@ -41,6 +41,8 @@ PURE = (
     "profiling/trace.py",
     "runtime/val_core.py",
     "weights/layout.py",
+    "weights/plan.py",
+    "weights/rounds.py",
 )
 # pyarrow only when a parquet file is named: it is in HEAVY, so importing data/files.py must not load it. numpy: looked
 # for at run time and done without; it makes the arithmetic on millions of intervals faster.

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from rollpacker import __version__
-from rollpacker.cli import convert, paper, simulate, suggest, train
+from rollpacker.cli import convert, paper, plan, simulate, suggest, train
 from rollpacker.cli import eval as evaluate
 from rollpacker.config import ConfigError
 from rollpacker.config_file import is_overlay
@@ -17,6 +17,7 @@ _COMMANDS = {
     "simulate": simulate,
     "paper": paper,
     "suggest": suggest,
+    "plan": plan,
     "convert": convert,
 }
 

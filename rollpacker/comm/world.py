@@ -6,6 +6,7 @@ reads facts about the launcher.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -32,12 +33,16 @@ class AgreedError(ConfigError):
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place in the job. `clock_offset_s` is added to MPI_Wtime to read rank 0's clock."""
+    """This rank's place in the job. `clock_offset_s` is added to MPI_Wtime to read rank 0's clock.
+
+    `ranks_per_node` is the same on all ranks: the greatest common divisor, where nodes have different numbers.
+    """
 
     comm: MPI.Comm
     rank: int
     size: int
     local_rank: int
+    ranks_per_node: int
     hostname: str
     clock_offset_s: float
     start_s: float
@@ -72,7 +77,8 @@ def join_world() -> World:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     offset = _clock_offset_s(comm)
     start = comm.bcast(MPI.Wtime() if comm.rank == 0 else None)
-    return World(comm, comm.rank, comm.size, node.rank, hostname, offset, start)
+    ranks_per_node = math.gcd(*comm.allgather(node.size))
+    return World(comm, comm.rank, comm.size, node.rank, ranks_per_node, hostname, offset, start)
 
 
 def _abort_job_on_exception(comm: MPI.Comm, hostname: str) -> None:

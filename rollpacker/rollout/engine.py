@@ -8,6 +8,7 @@ those of the law that was sampled (`processed_logprobs`), and no batch is left i
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 from rollpacker.platform.device import Platform
 from rollpacker.types import Request, Response
 
+NO_WEIGHTS = -1
+"""The version of an engine that has none yet, or whose last refit did not end: it takes no requests."""
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -85,7 +88,7 @@ class RolloutEngine:
         self._counted_tokens = 0
         self._num_preemptions = 0
         self._asleep: set[str] = set()
-        self.weight_version = -1
+        self.weight_version = NO_WEIGHTS
         self._count_preemptions()
 
     @property
@@ -105,6 +108,8 @@ class RolloutEngine:
 
     def add(self, request: Request, law: SamplingLaw) -> None:
         """Queue a request; its launch order is its priority."""
+        if self.weight_version == NO_WEIGHTS:
+            raise RuntimeError("a request for an engine without weights: no refit has ended yet")
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -169,13 +174,24 @@ class RolloutEngine:
     def _unfinished_tokens(self) -> int:
         return sum(r.num_output_tokens for r in self._scheduler.requests.values())
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Any]], weight_version: int) -> None:
-        """Golden refit: full tensors by Hugging Face names; vLLM takes its shard. Drops cached prefixes."""
+    @contextlib.contextmanager
+    def rewriting(self, weight_version: int) -> Iterator[None]:
+        """Around a refit: one that fails leaves no valid version. Drops cached prefixes."""
         if self._requests:
             raise RuntimeError(f"refit with {len(self._requests)} requests in the engine would mix weight versions")
-        self._model_runner.reload_weights(weights_iterator=_on_device(named_tensors, self._platform.device))
+        self.weight_version = NO_WEIGHTS
+        yield
         self.forget_prefixes()
         self.weight_version = weight_version
+
+    def parameters(self) -> dict[str, Any]:
+        """This rank's shards by vLLM's names."""
+        return {name: parameter.data for name, parameter in self._model_runner.model.named_parameters()}
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Any]], weight_version: int) -> None:
+        """Golden refit: full tensors by Hugging Face names; vLLM takes its shard."""
+        with self.rewriting(weight_version):
+            self._model_runner.reload_weights(weights_iterator=_on_device(named_tensors, self._platform.device))
 
     def forget_prefixes(self) -> None:
         """Drop the cached prefixes, so that what was decoded so far leaves no trace in the numerics of what follows."""

@@ -26,16 +26,21 @@ from rollpacker.training.objective import LossSums
 from rollpacker.training.policy_update import PolicyUpdate
 from rollpacker.weights.noise import with_noise
 from rollpacker.weights.refit import MegatronWeights
+from rollpacker.weights.reshard import Resharder
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the worker built for this rank; `engine` is None when a dump is replayed, `validator` also without val_files."""
+    """What the worker built for this rank; `engine` is None when a dump is replayed, `validator` also without val_files.
+
+    `resharder` is None for the golden refit.
+    """
 
     rollout: Rollout
     engine: RolloutEngine | None
     policy_update: PolicyUpdate
     weights: MegatronWeights
+    resharder: Resharder | None
     ranks: ParallelRanks
     timer: StageTimer
     reporter: StepReporter
@@ -60,10 +65,19 @@ class ClusterBackend:
 
     def launch(self, plan: RoundPlan) -> None:
         """Hand the round's requests to the engine of this rank."""
+        self._refuse_stale_weights()
         self._parts.reporter.begin_step(plan)
         self._parts.timer.begin_step(plan.step)
         self._report = StepReport(start_s=self._world.now(), weight_version=self._weight_version)
         self._parts.rollout.launch(plan)
+
+    def _refuse_stale_weights(self) -> None:
+        engine = self._parts.engine
+        if engine is not None and engine.weight_version != self._weight_version:
+            raise RuntimeError(
+                f"the engine has version {engine.weight_version} of the weights, the trainer {self._weight_version}: a round "
+                "would sample from another policy than the one that is trained"
+            )
 
     def events(self) -> Iterator[Event]:
         """Decode, score and exchange until the round has ended."""
@@ -140,18 +154,34 @@ class ClusterBackend:
             parts.reporter.write_validation(report)
 
     def refit(self, weight_version: int) -> None:
-        """Golden path: gather every parameter whole, load it by its Hugging Face name."""
+        """The trained weights into this rank's engine, under a new version."""
         engine = self._parts.engine
         if engine is None:
             return
         self._parts.platform.release_cached_memory()
         engine.wake("weights")
+        if self._parts.resharder is None:
+            self._refit_golden(engine, weight_version)
+        else:
+            self._refit_in_place(engine, self._parts.resharder, weight_version)
+        self._parts.platform.release_cached_memory()  # whole tensors, or the buffers of the rounds
+        engine.wake("kv_cache")
+
+    def _refit_golden(self, engine: RolloutEngine, weight_version: int) -> None:
+        """Gather every parameter whole, load it by its Hugging Face name."""
         named_tensors = self._parts.weights.export_hf()
         if self._config.rollout.weight_noise:
             named_tensors = with_noise(named_tensors, self._config.rollout.weight_noise, seed=weight_version)
         engine.load_weights(named_tensors, weight_version)
-        self._parts.platform.release_cached_memory()  # whole tensors passed through: up to 3 GiB for a large vocabulary
-        engine.wake("kv_cache")
+
+    def _refit_in_place(self, engine: RolloutEngine, resharder: Resharder, weight_version: int) -> None:
+        """Shards into shards, and a checksum of both sides now and then."""
+        check_freq = self._config.weights.check_freq
+        with engine.rewriting(weight_version):
+            resharder.run()
+            if check_freq > 0 and weight_version % check_freq == 0:
+                resharder.check()
+            self._parts.platform.synchronize()  # before the buffers' memory is given back
 
 
 def _by_rank(samples: Mapping[int, Sample], destinations: Mapping[int, list[int]]) -> dict[int, list[Sample]]:

@@ -47,6 +47,7 @@ from rollpacker.training.reference import ReferenceWeights
 from rollpacker.training.trainer import Trainer
 from rollpacker.weights.hf import write_hf_folder
 from rollpacker.weights.refit import MegatronWeights
+from rollpacker.weights.reshard import Resharder, bind_engine, load_kernels
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def check(config: Config, world: World, shape: ModelShape, *, is_dry_run: bool =
     """Everything else that a user may have got wrong, on every rank. Raises ConfigError."""
     platform = select_platform(config.trainer.device, is_plan=is_dry_run)
     _check_device_features(config, platform)
+    _check_refit(config)
     _check_folders(config)
     load_policy_loss(config.algorithm)
     _check_reference(config, shape)
@@ -103,6 +105,17 @@ def _check_device_features(config: Config, platform: Platform) -> None:
         raise ConfigError(
             f"profiler.tool=nsys records CUDA work, but the ranks run on {platform.name}; use profiler.tool=torch."
         )
+
+
+def _check_refit(config: Config) -> None:
+    """The extension must be there, and cannot do what the golden path does on the way."""
+    if config.weights.refit == "golden":
+        return
+    if config.rollout.weight_noise:
+        raise ConfigError(
+            f"rollout.weight_noise={config.rollout.weight_noise:g} is put on whole tensors: set weights.refit=golden."
+        )
+    load_kernels()
 
 
 def _check_folders(config: Config) -> None:
@@ -264,6 +277,7 @@ class Worker:
             engine=self.engine,
             policy_update=PolicyUpdate(self.trainer, self.reference, self.ranks, world, config, self.checked.platform),
             weights=self.weights,
+            resharder=self._build_resharder(),
             ranks=self.ranks,
             timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx, capture=capture),
             reporter=reporter,
@@ -273,6 +287,13 @@ class Worker:
             total_steps=self.checked.total_steps,
         )
         return ClusterBackend(parts, config, world, lambda: self.controller.digest)
+
+    def _build_resharder(self) -> Resharder | None:
+        config = self.config
+        if self.engine is None or config.weights.refit == "golden":
+            return None
+        size, bucket_bytes = config.rollout.tensor_model_parallel_size, config.weights.bucket_mib << 20
+        return bind_engine(self.weights, self.engine.parameters(), size, self.world, bucket_bytes=bucket_bytes)
 
     def _build_rollout(self) -> Rollout:
         if self.checked.replay is not None:

@@ -16,10 +16,9 @@ from torch import Tensor
 from rollpacker.comm.groups import ParallelRanks
 from rollpacker.model_shape import ModelShape
 from rollpacker.weights.hf import SafetensorsFolder
-from rollpacker.weights.layout import ParameterLayout, megatron_layout, stage_of
+from rollpacker.weights.layout import TIED_HEAD, ParameterLayout, megatron_layout, stage_of
+from rollpacker.weights.plan import TrainingGrid
 from rollpacker.weights.shards import join_shards, read_shard
-
-_TIED_HEAD = "output_layer.weight"
 
 
 class MegatronWeights:
@@ -30,10 +29,24 @@ class MegatronWeights:
         self._shape = shape
         self.layout = megatron_layout(shape, ranks.tp_size)
         self._parameters = _global_names(model, shape, ranks)
-        if unknown := self._parameters.keys() - {p.name for p in self.layout} - {_TIED_HEAD}:
+        if unknown := self._parameters.keys() - {p.name for p in self.layout} - {TIED_HEAD}:
             raise RuntimeError(
                 f"the layout table does not know these parameters of Megatron's model: {sorted(unknown)}"
             )
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's."""
+        return self._shape
+
+    @property
+    def grid(self) -> TrainingGrid:
+        """How the model is spread over the ranks."""
+        return TrainingGrid(self._ranks.tp_size, self._ranks.pp_size)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The local shards of all parameters of this stage, by name."""
+        return {name: parameter.data for name, parameter in self._parameters.items()}
 
     def parameter(self, name: str) -> Tensor:
         """The local shard of a parameter of this stage."""
@@ -61,8 +74,8 @@ class MegatronWeights:
         """Where this rank keeps the parameter: nowhere, once, or (tied embedding) on the last stage as the head too."""
         copies = [self._parameters[layout.name]] if layout.name in self._parameters else []
         is_tied_head = layout.is_on_first_stage and self._shape.tie_word_embeddings and self._ranks.pp_rank > 0
-        if is_tied_head and _TIED_HEAD in self._parameters:
-            copies.append(self._parameters[_TIED_HEAD])
+        if is_tied_head and TIED_HEAD in self._parameters:
+            copies.append(self._parameters[TIED_HEAD])
         return copies
 
     def _gather_shards(self, layout: ParameterLayout, local: Tensor | None) -> list[Tensor]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from grid import Grid
 from tiny_models import write_model
 
@@ -18,6 +19,7 @@ from rollpacker.platform.device import Platform
 from rollpacker.rollout.engine import EngineOptions, RolloutEngine, SamplingLaw
 from rollpacker.types import Prompt, Request, Response
 from rollpacker.weights.hf import write_hf_folder
+from rollpacker.weights.reshard import bind_engine
 
 VOCAB = 64
 LENGTH = 24
@@ -171,7 +173,6 @@ def test_rollout_logprobs_are_those_of_the_law_that_was_sampled(
 
     So exp(train - rollout), the importance weight of a truncated law, is the share of the model's probability that was kept.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     load_from_megatron(engine, platform, model_folder, tp, 3)
@@ -242,3 +243,22 @@ def test_each_family_decodes_like_a_fresh_engine(world: World, platform: Platfor
     assert tokens[0] != tokens[1]
     for engine, expected in zip(engines, tokens, strict=True):
         check_greedy(engine, expected, weight_version=1)
+
+
+def test_a_refit_in_place_equals_the_golden_one(
+    world: World, platform: Platform, engine: RolloutEngine, model_folder: Path, tp: int
+) -> None:
+    """Every parameter of vLLM bit for bit, where it was rubbish before; no request while the weights are half written."""
+    grid = load_from_megatron(engine, platform, model_folder, tp, 3)
+    golden = {name: tensor.clone() for name, tensor in engine.parameters().items()}
+    for tensor in engine.parameters().values():
+        tensor.fill_(0.5)
+    resharder = bind_engine(grid.weights, engine.parameters(), tp, world, bucket_bytes=4096)
+    with engine.rewriting(4):
+        with pytest.raises(RuntimeError, match="an engine without weights"):
+            engine.add(requests([1])[0], LAW)
+        resharder.run()
+    resharder.check()
+    assert engine.weight_version == 4
+    for name, tensor in engine.parameters().items():
+        assert torch.equal(tensor, golden[name]), name
