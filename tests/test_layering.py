@@ -26,6 +26,8 @@ PURE = (
     "config.py",
     "config_checks.py",
     "config_file.py",
+    "config_key.py",
+    "config_simulator.py",
     "model_shape.py",
     "user_function.py",
     "memory_estimate.py",
@@ -54,14 +56,17 @@ PURE_THIRD_PARTY = {
 HEAVY = ("torch", "vllm", "megatron", "mpi4py", "numpy", "transformers", "pyarrow")
 
 FACTS = {
-    "types", "messages", "config", "config_checks", "config_file", "model_shape", "memory_estimate", "user_function",
+    "types", "messages", "config", "config_checks", "config_file", "config_simulator", "model_shape", "memory_estimate",
+    "user_function",
 }  # fmt: skip
 BASE = {"comm", "platform", "profiling", "data"}
 MECHANISMS = {"rollout", "reward", "training", "weights"}
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "messages": {"types"},
-    "config": set(),
+    "config_key": set(),
+    "config_simulator": {"config_key"},
+    "config": {"config_key", "config_simulator"},
     "config_checks": {"config"},
     "config_file": {"config", "config_checks"},
     "model_shape": {"config", "config_checks"},

@@ -17,9 +17,10 @@ from rich.table import Table
 
 from rollpacker.cli.dry_run import memory_table
 from rollpacker.cli.simulate import columns, describe_workload, open_console
-from rollpacker.config import Config, ConfigError, WorkloadConfig
+from rollpacker.config import Config, ConfigError
 from rollpacker.config_checks import missing_features
 from rollpacker.config_file import build_config, to_short_yaml
+from rollpacker.config_simulator import WorkloadConfig
 from rollpacker.memory_estimate import GIB
 from rollpacker.simulator.cluster import model_shape
 from rollpacker.simulator.constants import GPUS, MODELS

@@ -19,7 +19,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollpacker.config import Config, ConfigError, WorkloadConfig
+from rollpacker.config import Config, ConfigError
+from rollpacker.config_simulator import WorkloadConfig
 from rollpacker.simulator.constants import BETA_ACCURACY
 from rollpacker.simulator.lengths_file import MeasuredPrompt, read_lengths
 from rollpacker.simulator.noise import AT_CAP, LENGTH, SCORE, Floats, Seeds, normal, uniform
