@@ -239,3 +239,28 @@ def test_a_long_stretch_costs_no_loop() -> None:
     engine.schedule(0.0)
     assert engine.pop_finished() == [0]
     assert engine.num_tokens == 10**12
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=30), st.integers(1, 5))
+def test_littles_law_holds_of_the_slots_and_of_the_queue(jobs: list[tuple[int, int]], num_slots: int) -> None:
+    """Number of requests x time is the sum of their times: of those that the engine says run, and of those that wait."""
+    engine = Replica(LinearCost(), capacity_tokens=2**50, max_num_seqs=num_slots)
+    for i, (prompt, target) in enumerate(jobs):
+        engine.add(i, prompt_tokens=prompt, target_tokens=target, group=i)
+    admitted, ended = {}, {}
+    running_area = waiting_area = 0.0
+    started, _ = engine.schedule(0.0)
+    while True:
+        admitted |= dict.fromkeys(started, engine.time_s)
+        if not engine.num_requests:
+            break
+        running, waiting, before_s = engine.num_running, engine.num_requests - engine.num_running, engine.time_s
+        assert running == min(num_slots, running + waiting)  # no slot is free while a request waits
+        ended |= dict.fromkeys(engine.pop_finished(), engine.time_s)
+        running_area += running * (engine.time_s - before_s)
+        waiting_area += waiting * (engine.time_s - before_s)
+        started, _ = engine.schedule(engine.time_s)
+    assert admitted.keys() == ended.keys() == set(range(len(jobs)))
+    assert running_area == pytest.approx(sum(ended[i] - admitted[i] for i in ended))
+    assert waiting_area == pytest.approx(sum(admitted.values()))
+    assert engine.num_tokens == sum(target for _, target in jobs)

@@ -104,19 +104,6 @@ def test_tokens_samples_and_gpu_seconds_are_conserved(values: dict[str, Any]) ->
         assert len(trained) == 64
 
 
-def test_littles_law_holds_in_the_engines() -> None:
-    """Mean number of running requests x time = sum of the times that they run, with every slot taken by a waiting one."""
-    steps, _ = steps_of(small("rollout.max_num_seqs=1", "tail_batching.mode=off", "trainer.total_training_steps=1"))
-    ((_, facts),) = steps
-    done = facts.round
-    ends: dict[int, list[float]] = {}
-    for request, _, finish_s in done.finished:
-        ends.setdefault(request.replica, []).append(finish_s)
-    for replica, times in ends.items():
-        sojourn = sum(b - a for a, b in zip([done.launch_s, *times], times, strict=False))
-        assert sojourn == pytest.approx(done.busy_s[replica])  # one at a time: L = busy share, summed over its requests
-
-
 def test_both_worlds_have_the_same_policies() -> None:
     """The simulator's controller is built by the function that a real rank calls (tests/torch/test_same_policies.py)."""
     assert simulator_run.build_controller is build_controller
