@@ -331,6 +331,11 @@ class Config:
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
+    @property
+    def rollout_dtype(self) -> str:
+        """Of the engine's weights and activations: fp32 or bf16."""
+        return self.training.dtype if self.rollout.dtype == "auto" else self.rollout.dtype
+
 
 def every_key(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     """Each key's dotted name, its field and its type, in the order of declaration, however deep it stands."""

@@ -49,6 +49,11 @@ class Phase:
         """The peak."""
         return sum(part.num_bytes for part in self.parts)
 
+    @property
+    def terms(self) -> str:
+        """The sum in GiB, part by part."""
+        return " + ".join(f"{part.name} {part.num_bytes / GIB:.1f}" for part in self.parts if part.num_bytes)
+
     def bytes_of(self, name: str) -> int:
         """One part of it; 0 if it has no such part."""
         return sum(part.num_bytes for part in self.parts if part.name == name)
@@ -273,7 +278,7 @@ def engine_weights_bytes(config: Config, shape: ModelShape) -> int:
     copies = 2 * copied_heads * shape.head_dim * (hidden + shape.has_qkv_bias)
     layer = (sum(cut) + copies) // tp + sum(whole)
     embeddings = (1 if shape.tie_word_embeddings else 2) * _round_up(shape.vocab_size, 64) // tp * hidden
-    return (shape.num_layers * layer + embeddings + hidden) * _engine_element_bytes(config)
+    return (shape.num_layers * layer + embeddings + hidden) * ELEMENT_BYTES[config.rollout_dtype]
 
 
 def _engine_parts(config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[int, tuple[Part, ...]]:
@@ -289,7 +294,7 @@ def _engine_parts(config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[in
     # vLLM's profiling run: a batch in the MLP (3f/t + 2h elements a token), then logits of all requests, gathered
     # and in fp32, about four times (scaled, log-probs, noise, sorted).
     num_tokens = rollout.max_num_batched_tokens or (16384 if gpu_bytes >= 70 * GIB else 8192)
-    batch = num_tokens * (3 * shape.ffn_hidden_size // tp + 2 * shape.hidden_size) * _engine_element_bytes(config)
+    batch = num_tokens * (3 * shape.ffn_hidden_size // tp + 2 * shape.hidden_size) * ELEMENT_BYTES[config.rollout_dtype]
     work = batch + 4 * rollout.max_num_seqs * shape.vocab_size * _FP32_BYTES
     work += 0 if rollout.enforce_eager else CUDA_GRAPHS_BYTES
     share = int(rollout.gpu_memory_utilization * gpu_bytes)
@@ -303,13 +308,9 @@ def _engine_parts(config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[in
 
 def _kv_cache(config: Config, shape: ModelShape, world_size: int, num_bytes: int) -> KvCache:
     replicas = world_size // config.rollout.tensor_model_parallel_size
-    per_token = shape.kv_bytes_per_token(config.rollout.tensor_model_parallel_size, _engine_element_bytes(config))
+    per_token = shape.kv_bytes_per_token(config.rollout.tensor_model_parallel_size, ELEMENT_BYTES[config.rollout_dtype])
     requests = math.ceil(config.data.train_batch_size * config.rollout.n / replicas)
     return KvCache(per_token, num_bytes // per_token, _longest(config), min(requests, config.rollout.max_num_seqs))
-
-
-def _engine_element_bytes(config: Config) -> int:
-    return ELEMENT_BYTES[config.training.dtype if config.rollout.dtype == "auto" else config.rollout.dtype]
 
 
 def _longest(config: Config) -> int:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rollpacker.cli.terminal import add_config_arguments
 from rollpacker.config import ConfigError
 
 if TYPE_CHECKING:
@@ -16,15 +17,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser, *, dry_run: str) -> None:
     """Declare the command line; `dry_run` says what --dry-run does."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/demo_cpu.yaml")
-    parser.add_argument(
-        "overrides",
-        metavar="section.key=value",
-        nargs="*",
-        help="override a key (rollout.n=4), or lay another file on top (configs/recipes/dapo.yaml)",
-    )
+    add_config_arguments(parser, example="configs/demo_cpu.yaml", override="rollout.n=4")
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
-    parser.add_argument("--debug", action="store_true", help="show a traceback for configuration errors too")
 
 
 def run_on_ranks(arguments: argparse.Namespace, body: Callable[[World], int]) -> int:

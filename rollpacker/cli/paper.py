@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rollpacker.cli.terminal import open_console
 from rollpacker.config import ConfigError
 from rollpacker.simulator.figures import WITHOUT_MATPLOTLIB, has_matplotlib
 from rollpacker.simulator.paper.figures import draw_table
@@ -21,7 +22,6 @@ from rollpacker.simulator.paper.laboratory import Laboratory
 from rollpacker.simulator.paper.tables import TABLES, Row
 
 HELP = "Simulate the paper's tables and figures and compare (about four minutes on one core; no GPU, no MPI)."
-_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = None if arguments.out is None else Path(arguments.out)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, emoji=False, markup=False)
+    console = open_console()
     rows: list[Row] = []
     with _progress() as progress:
         task = progress.add_task("", total=len(names))

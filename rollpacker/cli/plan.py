@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
-from rollpacker.config import Config, ConfigError
+from rollpacker.cli.terminal import add_config_arguments, columns, open_console
+from rollpacker.config import ConfigError
 from rollpacker.config_checks import check_parallel_shape
 from rollpacker.config_file import load_config
 from rollpacker.memory_estimate import ELEMENT_BYTES, GIB
-from rollpacker.model_shape import ModelShape, check_model_shape, read_model_config
-from rollpacker.simulator.constants import GPUS, MEMORY_EFFICIENCY, MODELS, NETWORK_BANDWIDTH, GpuFacts
-from rollpacker.weights.plan import ReshardPlan, Traffic, TrainingGrid, reshard_plan
+from rollpacker.model_shape import ModelShape, check_model_shape
+from rollpacker.simulator.cluster import cluster_size, model_shape
+from rollpacker.simulator.constants import GPUS, MEMORY_EFFICIENCY, NETWORK_BANDWIDTH, GpuFacts
+from rollpacker.weights.plan import Traffic, TrainingGrid, reshard_plan
 
 HELP = (
     "Plan the refit of a job: bytes moved between GPUs by link, balance, predicted time (no GPU, no MPI, no weights)."
 )
-_WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -57,21 +54,14 @@ class RefitTime:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/qwen2.5_7b_8k.yaml")
-    parser.add_argument(
-        "overrides",
-        metavar="section.key=value",
-        nargs="*",
-        help="override a key (rollout.tensor_model_parallel_size=4), or lay another file on top",
-    )
-    parser.add_argument("--debug", action="store_true", help="show a traceback for configuration errors too")
+    add_config_arguments(parser, example="configs/qwen2.5_7b_8k.yaml", override="rollout.tensor_model_parallel_size=4")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print; the exit code."""
     config = load_config(arguments.config, list(arguments.overrides), prompts=None)
-    shape, name = _model(config.model.path)
-    num_gpus, per_node = _cluster(config)
+    shape = model_shape(config.model.path)
+    num_gpus, per_node = cluster_size(config)
     check_parallel_shape(config, num_gpus)
     check_model_shape(config, shape)
     training, size = config.training, config.rollout.tensor_model_parallel_size
@@ -84,24 +74,27 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError(f"rollout.tensor_model_parallel_size={size}: {error}.") from error
     seconds = time.perf_counter() - start
-    console = Console(file=sys.stdout, width=_WIDTH, highlight=False, emoji=False, markup=False)
+    console = open_console()
+    path = config.model.path
+    name = path if Path(path).is_dir() else f"{Path(path).name} as published ({path} is not there)"
     facts = [
         f"model     {name}, {shape.num_parameters() / 1e9:.1f} B parameters",
         f"cluster   {num_gpus} x {config.cluster.gpu}, {per_node} a node",
         f"training  TP {grid.tensor_model_parallel_size} x PP {grid.pipeline_model_parallel_size} x CP "
         f"{grid.context_parallel_size} x DP {num_gpus // grid.replica_size}, {training.dtype}",
-        f"rollout   TP {size} x {num_gpus // size} replicas, {_rollout_dtype(config)}",
+        f"rollout   TP {size} x {num_gpus // size} replicas, {config.rollout_dtype}",
         f"plan      {len(plan.ops):,} block copies among {plan.period} ranks, {num_gpus // plan.period} times; made in "
         f"{seconds:.2f} s",
     ]
     console.print("\n".join(facts), soft_wrap=True)
-    sizes = ElementSizes(ELEMENT_BYTES[training.dtype], ELEMENT_BYTES[_rollout_dtype(config)])
-    console.print(_bytes_table(plan, sizes, num_gpus))
-    console.print(_verdict(plan, sizes, shape, grid, config.cluster.gpu), soft_wrap=True)
+    sizes = ElementSizes(ELEMENT_BYTES[training.dtype], ELEMENT_BYTES[config.rollout_dtype])
+    traffic = plan.traffic()
+    console.print(_bytes_table(traffic, sizes, num_gpus))
+    console.print(_verdict(traffic, sizes, shape, grid, config.cluster.gpu), soft_wrap=True)
     return 0
 
 
-def predict(traffic: list[Traffic], sizes: ElementSizes, gpu: GpuFacts) -> RefitTime:
+def predict(traffic: Sequence[Traffic], sizes: ElementSizes, gpu: GpuFacts) -> RefitTime:
     """Time at the links' and the memory's bandwidths; a link carries both directions at once.
 
     A local copy reads and writes. What travels is read and written by the packing and read by the link, and written by the
@@ -125,38 +118,8 @@ def predict(traffic: list[Traffic], sizes: ElementSizes, gpu: GpuFacts) -> Refit
     )
 
 
-def _model(path: str) -> tuple[ModelShape, str]:
-    """The shape of a folder with a config.json, or of a published model by the folder's name; and what to call it."""
-    if Path(path).is_dir():
-        return read_model_config(Path(path), "model.path="), path
-    for name, shape in MODELS.items():
-        if Path(path).name == Path(name).name:
-            return shape, f"{name} as published" + ("" if path == name else f" ({path} is not there)")
-    raise ConfigError(
-        f"model.path={path}: no such folder. Give a Hugging Face folder (its config.json is enough here), or one of "
-        f"{', '.join(MODELS)}."
-    )
-
-
-def _cluster(config: Config) -> tuple[int, int]:
-    """GPUs in all and on a node."""
-    nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    if nodes is None or per_node is None:
-        raise ConfigError(
-            "the plan must know the cluster's size: set trainer.nnodes and trainer.n_gpus_per_node (2 and 8 are 16 GPUs)."
-        )
-    return nodes * per_node, per_node
-
-
-def _rollout_dtype(config: Config) -> str:
-    return config.training.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
-
-
-def _bytes_table(plan: ReshardPlan, sizes: ElementSizes, num_gpus: int) -> Table:
-    table = Table(box=SIMPLE)
-    table.add_column("GiB")
-    for title in ("mean GPU", "busiest", f"all {num_gpus}"):
-        table.add_column(title, justify="right")
+def _bytes_table(traffic: Sequence[Traffic], sizes: ElementSizes, num_gpus: int) -> Table:
+    table = columns("GiB", "mean GPU", "busiest", f"all {num_gpus}")
     names = {
         "local": "stays on its GPU",
         "sent_in_node": "sent over NVLink",
@@ -164,17 +127,16 @@ def _bytes_table(plan: ReshardPlan, sizes: ElementSizes, num_gpus: int) -> Table
         "sent_between_nodes": "sent over InfiniBand",
         "received_between_nodes": "received over InfiniBand",
     }
-    traffic = [dataclasses.asdict(t) for t in plan.traffic()]
     for field, name in names.items():
         size = sizes.rollout if field == "local" else sizes.travelling
-        gib = [t[field] * size / GIB for t in traffic]
+        gib = [getattr(t, field) * size / GIB for t in traffic]
         mean = sum(gib) / len(gib)
         table.add_row(name, f"{mean:.2f}", f"{max(gib):.2f}", f"{mean * num_gpus:,.1f}")
     return table
 
 
-def _verdict(plan: ReshardPlan, sizes: ElementSizes, shape: ModelShape, grid: TrainingGrid, gpu: str) -> str:
-    refit = predict(plan.traffic(), sizes, GPUS[gpu])
+def _verdict(traffic: Sequence[Traffic], sizes: ElementSizes, shape: ModelShape, grid: TrainingGrid, gpu: str) -> str:
+    refit = predict(traffic, sizes, GPUS[gpu])
     shards = grid.tensor_model_parallel_size * grid.pipeline_model_parallel_size
     golden = shape.num_parameters() * sizes.training * (1 - 1 / shards) / GIB
     return (

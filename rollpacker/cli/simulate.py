@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
+from rollpacker.cli.terminal import add_config_arguments, columns, open_console
 from rollpacker.config import Config, ConfigError
 from rollpacker.config_file import load_config, to_yaml
 from rollpacker.profiling.trace import TraceWriter
@@ -24,25 +21,17 @@ from rollpacker.simulator.run import Simulation
 from rollpacker.simulator.workload import MeasuredWorkload, Workload, intraclass_correlation
 
 HELP = "Simulate a run on a cluster (seconds on one core; no GPU, no MPI): step times, idle shares, what a race drops."
-_WIDTH = 120
 _SAMPLED_RESPONSES = 16  # of each prompt, to describe the law
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/sim/7b_8k.yaml")
-    parser.add_argument(
-        "overrides",
-        metavar="section.key=value",
-        nargs="*",
-        help="override a key (tail_batching.mode=off), or lay another file on top",
-    )
+    add_config_arguments(parser, example="configs/sim/7b_8k.yaml", override="tail_batching.mode=off")
     parser.add_argument(
         "--out", metavar="DIR", help="write a run directory there: metrics, samples, trace, summary.json"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="trainer.seed; the same seed gives the same bytes")
     parser.add_argument("--sweep", metavar="KEY=V1,V2,...", help="simulate once for each value and compare")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for configuration errors too")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -197,25 +186,3 @@ def _summary_table(config: Config, recorder: Recorder, summary: Summary) -> Tabl
     if queued:
         table.add_row("still queued", f"{queued} prompts, not trained")
     return table
-
-
-def columns(*titles: str) -> Table:
-    """An empty table: the first column to the left, titled ones to the right."""
-    table = Table(box=SIMPLE)
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="right" if number and title else "left")
-    return table
-
-
-def open_console(stream: TextIO | None = None) -> Console:
-    """Plain text on `stream` (standard output), as wide as the terminal, or of a fixed width where there is none."""
-    stream = stream or sys.stdout
-    is_terminal = stream.isatty()
-    return Console(
-        file=stream,
-        width=None if is_terminal else _WIDTH,
-        highlight=False,
-        emoji=False,
-        markup=False,
-        soft_wrap=False,
-    )

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rollpacker.cli.dry_run import memory_table
-from rollpacker.cli.simulate import columns, describe_workload, open_console
+from rollpacker.cli.simulate import describe_workload
+from rollpacker.cli.terminal import columns, open_console
 from rollpacker.config import Config, ConfigError
-from rollpacker.config_checks import missing_features
+from rollpacker.config_checks import missing_features, value_of
 from rollpacker.config_file import build_config, to_short_yaml
 from rollpacker.config_simulator import WorkloadConfig
 from rollpacker.memory_estimate import GIB
@@ -30,6 +31,7 @@ from rollpacker.simulator.suggest import (
     Prediction,
     Suggestion,
     describe_shape,
+    describe_training,
     race_of,
     suggest,
     with_job_length,
@@ -71,8 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-response-length", type=int, default=8192, metavar="TOKENS", help="length cap of a response (8192)")
     add("--train-batch-size", type=int, default=128, metavar="P0", help="prompts of a step (128)")
     add("--n", type=int, default=8, metavar="R0", help="responses of a prompt (8)")
-    add("--preset", choices=list(PRESET_CAPS), help="law of the response lengths (the one fitted to the nearest cap)")
-    add("--lengths-file", metavar="FILE", help="measured lengths instead: a CSV, a run directory or its samples.jsonl")
+    law = parser.add_mutually_exclusive_group().add_argument
+    law("--preset", choices=list(PRESET_CAPS), help="law of the response lengths (the one fitted to the nearest cap)")
+    law("--lengths-file", metavar="FILE", help="measured lengths instead: a CSV, a run directory or its samples.jsonl")
     add(
         "--mode",
         choices=("paper", "off"),
@@ -113,12 +116,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace) -> Config:
     """What the command line fixes, with placeholders for what is searched."""
-    for word in arguments.overrides:
-        key = word.partition("=")[0].strip()
-        if key in _DECIDED:
-            raise ConfigError(f"{word}: suggest chooses {key}; leave it out, and change it in the config it writes.")
-        if key in _OPTIONS:
-            raise ConfigError(f"{word}: say it with {_OPTIONS[key]}.")
     gpus, per_node = arguments.gpus, min(arguments.gpus, arguments.gpus_per_node)
     if per_node < 1 or gpus % per_node:
         raise ConfigError(
@@ -127,6 +124,7 @@ def _job(arguments: argparse.Namespace) -> Config:
         )
     name = f"{Path(arguments.model).name.lower()}_{gpus}_gpus"
     prompt, response = arguments.max_prompt_length, arguments.max_response_length
+    memory_gib = GPUS[arguments.gpu].memory_gib if arguments.gpu_memory_gib is None else arguments.gpu_memory_gib
     tree: dict[str, Any] = {
         "model": {"path": arguments.model},
         "data": {
@@ -142,7 +140,7 @@ def _job(arguments: argparse.Namespace) -> Config:
             "device": "cuda",
             "nnodes": gpus // per_node,
             "n_gpus_per_node": per_node,
-            "gpu_memory_gib": arguments.gpu_memory_gib or GPUS[arguments.gpu].memory_gib,
+            "gpu_memory_gib": memory_gib,
             "experiment_name": name,
             "default_local_dir": f"outputs/{name}",
         },
@@ -153,7 +151,17 @@ def _job(arguments: argparse.Namespace) -> Config:
         },
         "cluster": {"gpu": arguments.gpu},
     }
+    plain = build_config(tree, [], prompts=None)
     config = with_job_length(build_config(tree, arguments.overrides, prompts=None))
+    words = {word.partition("=")[0].strip() for word in arguments.overrides}
+    for key in (*_DECIDED, *_OPTIONS):
+        value = value_of(config, key)
+        if key in words or value != value_of(plain, key):  # a recipe may hold it, too
+            if key in _OPTIONS:
+                raise ConfigError(f"{key}={value}: say it with {_OPTIONS[key]}.")
+            raise ConfigError(
+                f"{key}={value}: suggest chooses {key}; leave it out, and change it in the config it writes."
+            )
     if missing := missing_features(config):
         raise ConfigError(missing[0])
     if config.cluster.offload_trainer:
@@ -176,8 +184,8 @@ def _describe(base: Config, arguments: argparse.Namespace) -> str:
         f"steps     {base.data.train_batch_size} prompts x {base.rollout.n} responses of up to "
         f"{base.data.max_response_length:,} tokens",
     ]
-    if not arguments.preset and not arguments.lengths_file:
-        cap = PRESET_CAPS[base.workload.preset or ""]
+    if base.workload.preset is not None and not arguments.preset:
+        cap = PRESET_CAPS[base.workload.preset]
         lines.insert(
             3, f"          the preset fitted to the nearest cap, {cap:,}; --lengths-file takes lengths of your own"
         )
@@ -227,10 +235,8 @@ def _facts(prediction: Prediction) -> dict[str, str]:
     config, estimate, summary = prediction.config, prediction.candidate.estimate, prediction.summary
     training, rollout = config.training, config.rollout
     size, total = rollout.tensor_model_parallel_size, estimate.gpu_bytes / GIB
-    cp = f" x CP {training.context_parallel_size}" if training.context_parallel_size > 1 else ""
     return {
-        "training": f"TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size}{cp} x DP "
-        f"{num_gpus(config) // training.replica_size}",
+        "training": describe_training(config),
         "recompute": training.recompute_granularity or "none",
         "rollout": f"TP {size} x {num_gpus(config) // size} replicas",
         "race": _race_name(prediction),
@@ -276,17 +282,16 @@ def why_not(other: Prediction, best: Prediction) -> str:
     between_s = other.step_s - best.step_s - rollout_s - training_s
     most = max(rollout_s, training_s, between_s)
     if most == rollout_s:
-        phase, cause = "rollout", _why_rollout(other, best)
         seconds = other.summary.rollout_s_per_step, best.summary.rollout_s_per_step
+        slower = "rollout {:,.2f} s instead of {:,.2f}: ".format(*seconds) + _why_rollout(other, best)
     elif most == training_s:
-        phase, cause = "training", _why_training(other.config, best.config)
         seconds = other.training_s, best.training_s
+        slower = "training {:,.2f} s instead of {:,.2f}: ".format(*seconds) + _why_training(other.config, best.config)
     else:
-        phase, cause = "refit", "each GPU takes more weights"
-        seconds = between_s, 0.0
+        slower = f"refit {between_s:,.2f} s longer: each GPU takes more weights"
     return (
         f"{describe_shape(other.config)}: {other.step_s:,.1f} s a step instead of {best.step_s:,.1f} "
-        f"({other.step_s / best.step_s - 1:+.1%}); {phase} {seconds[0]:,.2f} s instead of {seconds[1]:,.2f}: {cause}."
+        f"({other.step_s / best.step_s - 1:+.1%}); {slower}."
     )
 
 
@@ -343,7 +348,7 @@ def _comments(found: Suggestion) -> dict[str, str]:
         "rollout.n": "",
         "rollout.tensor_model_parallel_size": "",
         "rollout.gpu_memory_utilization": f"beside the trainer's {trainer_gib:.1f} GiB; {free_gib:.1f} stay free",
-        "rollout.max_num_seqs": "what a replica gets, rounded up; at most 512",
+        "rollout.max_num_seqs": "for the race of most requests that was tried, rounded up; at most 512",
         "tail_batching.mode": "" if race_of(best.config) is None else f"{race}each prompt's own",
         **(
             {} if race_of(best.config) is None else {"tail_batching.eta_prompts": "", "tail_batching.eta_responses": ""}

@@ -100,11 +100,19 @@ def _rollout(
     )
 
 
+def rollout_sizes(config: Config, machine: Machine) -> set[int]:
+    """Tensor-parallel sizes that a rollout of this config may have."""
+    policy, start = config.planner.policy, config.rollout.tensor_model_parallel_size
+    if policy == "fixed":
+        return {start}
+    return {start, *(config.planner.schedule if policy == "schedule" else machine.rollout_sizes)}
+
+
 def _planner(config: Config, machine: Machine) -> ParallelismPlanner:
     planner, start, sizes = config.planner, config.rollout.tensor_model_parallel_size, machine.rollout_sizes
     if planner.policy == "fixed":
         return FixedPlanner(start)
-    unfit = {*planner.schedule, start} - set(sizes)
+    unfit = rollout_sizes(config, machine) - set(sizes)
     if unfit:
         raise ConfigError(
             f"planner.policy={planner.policy} would use the rollout tensor-parallel size(s) "
@@ -151,17 +159,14 @@ def stream_training(config: Config, machine: Machine) -> bool:
         return False
     algorithm = config.algorithm
     num_mini_batches = config.data.train_batch_size // (algorithm.ppo_mini_batch_size or config.data.train_batch_size)
-    refusals = [
-        streaming_refusal(algorithm.adv_estimator, num_mini_batches * algorithm.ppo_epochs),
-        *(
-            scale_down_refusal(machine.num_gpus, size, config.training.replica_size)
-            for size in {config.rollout.tensor_model_parallel_size, *config.planner.schedule}
-        ),
-    ]
-    reasons = [reason for reason in refusals if reason is not None]
-    if reasons and config.stream.enabled == "on":
-        raise ConfigError(f"stream.enabled=on: {reasons[0]} Or set stream.enabled=auto (then nothing streams) or off.")
-    return not reasons
+    reason = streaming_refusal(algorithm.adv_estimator, num_mini_batches * algorithm.ppo_epochs)
+    sizes = sorted(rollout_sizes(config, machine))
+    by_size = [scale_down_refusal(machine.num_gpus, size, config.training.replica_size) for size in sizes]
+    if None not in by_size:  # rounds of a size that cannot scale down just do not
+        reason = reason or by_size[0]
+    if reason is not None and config.stream.enabled == "on":
+        raise ConfigError(f"stream.enabled=on: {reason} Or set stream.enabled=auto (then nothing streams) or off.")
+    return reason is None
 
 
 def _scale_down(config: Config, machine: Machine, launcher: RoundLauncher) -> ScaleDownPolicy | None:

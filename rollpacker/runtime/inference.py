@@ -101,7 +101,7 @@ def build_engine(config: Config, platform: Platform) -> RolloutEngine:
         max_model_len=data.max_prompt_length + data.max_response_length,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
-        dtype=config.training.dtype if rollout.dtype == "auto" else rollout.dtype,
+        dtype=config.rollout_dtype,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager,
         kv_cache_gib=rollout.kv_cache_gib,

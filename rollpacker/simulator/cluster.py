@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollpacker.config import Config, ConfigError
@@ -20,14 +21,7 @@ class Cluster:
     """Facts of the machine, the same in every step. Raises ConfigError where the config cannot run on it."""
 
     def __init__(self, config: Config) -> None:
-        nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
-        if nodes is None or per_node is None:
-            raise ConfigError(
-                "the simulator must know the cluster's size: set trainer.nnodes and trainer.n_gpus_per_node (2 and 8 are "
-                "16 GPUs)."
-            )
-        self.num_gpus = nodes * per_node
-        self.gpus_per_node = per_node
+        self.num_gpus, self.gpus_per_node = cluster_size(config)
         self.gpu = k.GPUS[config.cluster.gpu]
         self.shape = model_shape(config.model.path)
         self._config = config
@@ -37,7 +31,8 @@ class Cluster:
         check_model_shape(config, self.shape)
         self._check_fits(config.rollout.tensor_model_parallel_size)
         self.engine_cost(config.rollout.tensor_model_parallel_size)
-        self.machine = Machine(self.num_gpus, self._rollout_sizes(), self.capacity_tokens, self._decode_table())
+        sizes = self._rollout_sizes()
+        self.machine = Machine(self.num_gpus, sizes, self.capacity_tokens, self._decode_table(sizes))
 
     @functools.cache  # noqa: B019 (one cluster a run)
     def estimate(self, tensor_model_parallel_size: int) -> MemoryEstimate:
@@ -75,8 +70,10 @@ class Cluster:
         known = sizes if self._table is None else tuple(s for s in sizes if s in self._table.tpot_ms)
         return tuple(s for s in known if self.capacity_tokens(s) >= self.estimate(s).kv_cache.longest)
 
-    def _decode_table(self) -> DecodeTable:
-        """What tools/profile_engine.py would measure on this machine: the engines' own cost on a grid."""
+    def _decode_table(self, sizes: Sequence[int]) -> DecodeTable:
+        """What was measured, or what would be on this machine: the engines' own cost on a grid."""
+        if self._table is not None:
+            return DecodeTable({size: self._table.tpot_ms[size] for size in sizes})
         most, longest = self._config.rollout.max_num_seqs, self.shape.max_position_embeddings
         batches = [2**i for i in range(most.bit_length())]
         contexts = [2**i for i in range(8, longest.bit_length())]
@@ -87,7 +84,7 @@ class Cluster:
                     for batch in batches
                     for context in contexts
                 }
-                for size in self._rollout_sizes()
+                for size in sizes
             }
         )
 
@@ -140,20 +137,29 @@ class Cluster:
             )
         for name, phase in (("the rollout", self._rollout_phase(estimate)), ("the training", estimate.training)):
             if phase.num_bytes > estimate.gpu_bytes:
-                terms = " + ".join(f"{p.name} {p.num_bytes / GIB:.1f}" for p in phase.parts if p.num_bytes)
                 raise ConfigError(
-                    f"{name} needs {phase.num_bytes / GIB:.1f} GiB of a GPU of {total:.1f}: {terms}. More GPUs or larger "
-                    "training sizes hold less each; a lower rollout.gpu_memory_utilization, or "
+                    f"{name} needs {phase.num_bytes / GIB:.1f} GiB of a GPU of {total:.1f}: {phase.terms}. More GPUs or "
+                    "larger training sizes hold less each; a lower rollout.gpu_memory_utilization, or "
                     "cluster.offload_trainer=true, leaves the trainer more (docs/memory.md)."
                 )
 
 
+def cluster_size(config: Config) -> tuple[int, int]:
+    """GPUs in all and on a node. Raises ConfigError where the config does not say."""
+    nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if nodes is None or per_node is None:
+        raise ConfigError(
+            "the cluster's size must be known: set trainer.nnodes and trainer.n_gpus_per_node (2 and 8 are 16 GPUs)."
+        )
+    return nodes * per_node, per_node
+
+
 def model_shape(model_path: str) -> ModelShape:
-    """The shape of a folder with a config.json (weights are not needed), or of a model known by its name."""
+    """The shape of a folder with a config.json (weights are not needed), or of a published model by the folder's name."""
     if not Path(model_path).is_dir():
-        names = {name for name in k.MODELS if model_path in (name, name.rsplit("/", 1)[-1])}
-        if names:
-            return k.MODELS[names.pop()]
+        for name, shape in k.MODELS.items():
+            if Path(model_path).name == Path(name).name:
+                return shape
         raise ConfigError(
             f"model.path={model_path}: no such folder. Give a Hugging Face folder (its config.json is enough here), or one "
             f"of {', '.join(k.MODELS)}."

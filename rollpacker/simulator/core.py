@@ -107,7 +107,7 @@ class SimulatedBackend:
         for replica, engine in enumerate(this.replicas):
             usage = engine.kv_cache_usage
             this.num_aborted_tokens += engine.stop(this.freed_s.get(replica, end_s))
-            yield this.progress(replica, end_s, usage)
+            yield dataclasses.replace(this.progress(replica, end_s), kv_cache_usage=usage)
 
     def apply(self, action: Action) -> None:
         """Carry out one action, at the time of the event that caused it."""
@@ -201,9 +201,11 @@ class SimulatedBackend:
             for index in this.pop_finished(what.replica):
                 if self._streams and len(this.finished) % max(len(this.requests) // _NUM_REPORTS, 1) == 0:
                     for replica in range(len(this.replicas)):
-                        yield this.progress(replica, self.now_s, this.replicas[replica].kv_cache_usage)
+                        yield this.progress(replica, self.now_s)
                 yield self._finished(this, rank, index)
         elif isinstance(what, Started):
+            if self._streams:  # tokens are counted from the steps that were told
+                yield this.progress(rank // this.plan.tensor_model_parallel_size, self.now_s)
             for index in what.indices:
                 yield RequestStarted(self.now_s, rank, index)
         elif isinstance(what, Slowed):

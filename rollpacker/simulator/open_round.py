@@ -90,7 +90,8 @@ class OpenRound:
     def move(self, request: Request, generated_tokens: int, now_s: float) -> None:
         """Queue a request in its replica, with the tokens that it has already."""
         self.requests[request.index] = request
-        self._touch(request.replica, now_s)
+        self.advance(request.replica, now_s)
+        self.dirty.add(request.replica)
         self.replicas[request.replica].add(
             request.index,
             prompt_tokens=len(request.prompt.token_ids),
@@ -135,14 +136,14 @@ class OpenRound:
                 self.versions[replica] = self.sequence
         self.dirty.clear()
 
-    def progress(self, replica: int, now_s: float, kv_cache_usage: float) -> EngineProgress:
+    def progress(self, replica: int, now_s: float) -> EngineProgress:
         """What the replica has done since it last reported."""
         engine = self.replicas[replica]
         before, now = self.told[replica], (engine.num_tokens, engine.num_preemptions, engine.step)
         self.told[replica] = now
         tokens, preemptions, steps = (b - a for a, b in zip(before, now, strict=True))
         rank = replica * self.plan.tensor_model_parallel_size
-        return EngineProgress(now_s, rank, tokens, preemptions, kv_cache_usage, steps)
+        return EngineProgress(now_s, rank, tokens, preemptions, engine.kv_cache_usage, steps)
 
     def facts(self, end_s: float) -> RoundFacts:
         """The round in retrospect."""
@@ -158,8 +159,3 @@ class OpenRound:
             num_aborted_tokens=self.num_aborted_tokens,
             finished=tuple((self.requests[i], self.lengths[i], t) for i, t in self.finished),
         )
-
-    def _touch(self, replica: int, now_s: float) -> None:
-        if replica not in self.dirty:
-            self.replicas[replica].advance(now_s)
-            self.dirty.add(replica)

@@ -38,7 +38,10 @@ class Outcome:
 
 
 class JudgeCost:
-    """How long the judge takes for one response, alone on the GPUs of a replica (paper section 4.3)."""
+    """How long the judge takes for one response, alone on the GPUs of a replica (paper section 4.3).
+
+    Raises ConfigError where its layers cannot even stream.
+    """
 
     def __init__(self, config: Config, cluster: Cluster, tensor_model_parallel_size: int) -> None:
         tp, gpu = tensor_model_parallel_size, cluster.gpu
@@ -78,7 +81,7 @@ class RewardQueues:
         workers = 1 if self._kind == "judge" else config.reward.num_workers
         self._free_s = [[0.0] * workers for _ in range(num_replicas)]
         self._reward_s = config.workload.reward_s
-        self._judge = JudgeCost(config, cluster, tensor_model_parallel_size)
+        self._judge = JudgeCost(config, cluster, tensor_model_parallel_size) if self._kind == "judge" else None
         sharing = k.GPU_SHARING["mps" if config.cluster.judge_mps else "time_slicing"]
         self._decode_slowdown, self._judge_slowdown = sharing
         self._execution_s: list[float] = []
@@ -101,7 +104,7 @@ class RewardQueues:
         is_late = wanted_s > limit_s
         execution_s = limit_s if is_late else wanted_s
         slowdown = 1.0
-        if self._kind == "judge" and shares_gpu:
+        if self._judge is not None and shares_gpu:
             slowdown, execution_s = self._decode_slowdown, self._judge_slowdown * execution_s
         begin_s = max(now_s, workers[0])
         heapq.heapreplace(workers, begin_s + execution_s)
@@ -111,7 +114,7 @@ class RewardQueues:
     def _times(self, requests: Sequence[Request], lengths: Sequence[int], scores: Floats) -> list[float]:
         if self._reward_s is not None:
             return [self._reward_s] * len(requests)
-        if self._kind == "judge":
+        if self._judge is not None:
             return [self._judge.seconds(len(r.prompt.token_ids) + n) for r, n in zip(requests, lengths, strict=True)]
         seeds = np.fromiter((r.seed for r in requests), np.uint64, len(requests))
         median, sigma = (k.MATH_MEDIAN_S, k.MATH_SIGMA) if self._kind == "math" else (k.CODE_MEDIAN_S, k.CODE_SIGMA)

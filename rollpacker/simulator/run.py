@@ -5,12 +5,13 @@ from __future__ import annotations
 from rollpacker.config import Config, ConfigError
 from rollpacker.data.prompts import PromptOrder
 from rollpacker.loop import run
-from rollpacker.policy.assembly import build_controller
+from rollpacker.policy.assembly import build_controller, rollout_sizes
 from rollpacker.policy.controller import StepController
 from rollpacker.profiling.trace import TraceWriter
 from rollpacker.simulator.cluster import Cluster
 from rollpacker.simulator.core import SimulatedBackend
 from rollpacker.simulator.record import Recorder, RowWriter, StepSink
+from rollpacker.simulator.reward import JudgeCost
 from rollpacker.simulator.workload import Workload, build_workload
 
 
@@ -22,6 +23,9 @@ class Simulation:
             raise ConfigError("rollout.replay has no engines to simulate; set it to null.")
         self.config = config
         self.cluster = Cluster(config)
+        if config.workload.reward == "judge":
+            for size in rollout_sizes(config, self.cluster.machine):
+                JudgeCost(config, self.cluster, size)  # a judge that fits nowhere is refused before anything is written
         self.workload: Workload = build_workload(config)
         self.controller: StepController = build_controller(
             config, PromptOrder.from_config(self.workload.prompts, config), self.cluster.machine

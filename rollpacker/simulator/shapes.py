@@ -167,11 +167,10 @@ def usable_bytes(estimate: MemoryEstimate) -> int:
 
 
 def _phase_reason(name: str, phase: Phase, estimate: MemoryEstimate) -> str:
-    terms = " + ".join(f"{part.name} {part.num_bytes / GIB:.1f}" for part in phase.parts if part.num_bytes)
     usable = usable_bytes(estimate)
     return (
-        f"the {name} needs {phase.num_bytes / GIB:.1f} GiB ({terms}), {(phase.num_bytes - usable) / GIB:.1f} more than the "
-        f"{usable / GIB:.1f} that a reserve of {RESERVE:.0%} leaves of {estimate.gpu_bytes / GIB:.1f}"
+        f"the {name} needs {phase.num_bytes / GIB:.1f} GiB ({phase.terms}), {(phase.num_bytes - usable) / GIB:.1f} more than "
+        f"the {usable / GIB:.1f} that a reserve of {RESERVE:.0%} leaves of {estimate.gpu_bytes / GIB:.1f}"
     )
 
 

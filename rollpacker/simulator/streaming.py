@@ -30,14 +30,12 @@ class StreamedTraining:
     """The training replicas of one round."""
 
     def __init__(self, config: Config, cost: TrainingCost) -> None:
-        algorithm = config.algorithm
         self._cost = cost
         self._batcher = StreamBatcher(
             cost.num_replicas,
-            adv_estimator=algorithm.adv_estimator,
+            adv_estimator=config.algorithm.adv_estimator,
             fetches_once=config.stream.fetch == "once",
         )
-        self._waiting: list[Group] = []
         self._free_s: dict[int, float] = {}
         self._num_freed = 0
         self._trained: list[tuple[int, float, float]] = []  # a group: (replica, begin, end)
@@ -48,17 +46,11 @@ class StreamedTraining:
         replicas = range(freed_gpus[0] // size, (freed_gpus[-1] + 1) // size)
         self._num_freed = len(replicas)
         self._free_s = dict.fromkeys(replicas, ready_s)
-        for group in self._waiting:
-            self._batcher.on_group(group)
-        self._waiting.clear()
         self._train(self._batcher.on_scale_down(replicas), ready_s)
 
     def on_group(self, group: Group, now_s: float) -> None:
         """A group is complete."""
-        if self._free_s:
-            self._train(self._batcher.on_group(group), now_s)
-        else:
-            self._waiting.append(group)
+        self._train(self._batcher.on_group(group), now_s)
 
     @property
     def has_begun(self) -> bool:

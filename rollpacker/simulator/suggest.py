@@ -111,12 +111,12 @@ def suggest(base: Config, model: ModelShape, progress: Progress = lambda text: N
 
     `base.tail_batching.mode` off leaves the race out. Raises ConfigError where nothing fits, with the arithmetic.
     """
-    base = with_job_length(base)
     check_model_shape(base, model)
     races = _races(base)
-    fitting, rejected = enumerate_shapes(with_race(base, races[-1]), model)
+    fullest = with_race(base, races[-1])
+    fitting, rejected = enumerate_shapes(fullest, model)
     if not fitting:
-        fitting = _with_context_parallelism(base, model, rejected)
+        fitting = _with_context_parallelism(fullest, model, rejected)
     return _Search(races, progress).run(fitting, rejected)
 
 
@@ -178,11 +178,16 @@ def _with_context_parallelism(base: Config, model: ModelShape, rejected: Sequenc
 
 def describe_shape(config: Config) -> str:
     """The parallel sizes in one line."""
+    return f"training {describe_training(config)}, rollout TP {config.rollout.tensor_model_parallel_size}"
+
+
+def describe_training(config: Config) -> str:
+    """The parallel sizes of the training."""
     training = config.training
     cp = f" x CP {training.context_parallel_size}" if training.context_parallel_size > 1 else ""
     return (
-        f"training TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size}{cp} x DP "
-        f"{num_gpus(config) // training.replica_size}, rollout TP {config.rollout.tensor_model_parallel_size}"
+        f"TP {training.tensor_model_parallel_size} x PP {training.pipeline_model_parallel_size}{cp} x DP "
+        f"{num_gpus(config) // training.replica_size}"
     )
 
 

@@ -83,7 +83,7 @@ class PolicyUpdate:
     def destinations(self, update: UpdatePlan) -> dict[int, list[int]]:
         """The world ranks that train each response, by request index: in each mini-batch, replicas are filled by tokens."""
         destinations: dict[int, list[int]] = {}
-        for groups in self._mini_batches(update):
+        for groups in split_mini_batches(update.groups, self._algorithm.ppo_mini_batch_size):
             responses = [r for g in groups for r in g.responses]
             lengths = [len(r.request.prompt.token_ids) + r.num_tokens for r in responses]
             for replica, indices in enumerate(assign_to_replicas(lengths, self._ranks.dp_size)):
@@ -95,7 +95,7 @@ class PolicyUpdate:
         """Train on `samples`, this replica's share of the plan. `stage(name)` times what is done inside it."""
         responses = {r.request.index: r for g in update.groups for r in g.responses}
         mine = {s.request_index: TrainSample(s, 0.0, self._weight(responses[s.request_index])) for s in samples}
-        mini_batches = self._mini_batches(update)
+        mini_batches = split_mini_batches(update.groups, self._algorithm.ppo_mini_batch_size)
         if self._algorithm.needs_old_logprobs(len(mini_batches)):
             with stage("old_log_prob"):
                 _add(mine, "old_logprobs", self._trainer.logprobs(list(mine.values())))
@@ -127,9 +127,6 @@ class PolicyUpdate:
         sums.kl_loss /= count
         report.sums.add(sums)
         report.results.append(self._trainer.update(count))
-
-    def _mini_batches(self, update: UpdatePlan) -> list[Sequence[Group]]:
-        return split_mini_batches(update.groups, self._algorithm.ppo_mini_batch_size)
 
     def _weight(self, response: ScoredResponse) -> float:
         """Weight of each token of the response; 0 where a response that was cut at the cap is to be left out."""

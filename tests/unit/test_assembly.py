@@ -80,3 +80,5 @@ def test_auto_streams_where_it_can() -> None:
     assert stream_training(small("stream.enabled=auto"), MACHINE)
     assert not stream_training(small("stream.enabled=auto", "algorithm.ppo_epochs=2"), MACHINE)
     assert not stream_training(small("stream.enabled=off"), MACHINE)
+    # A planner may choose 4, one replica on 4 GPUs, which has no half; rounds of 1 and 2 still stream.
+    assert stream_training(small("stream.enabled=on", "planner.policy=preemption"), Machine(4, (1, 2, 4)))

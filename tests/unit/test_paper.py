@@ -11,7 +11,7 @@ import pytest
 
 from rollpacker.cli import paper
 from rollpacker.cli.main import main
-from rollpacker.simulator.paper import tables
+from rollpacker.simulator.paper import causes, tables
 from rollpacker.simulator.paper.laboratory import Laboratory, Measured, Round
 from rollpacker.simulator.paper.published import PUBLISHED
 from rollpacker.simulator.paper.tables import TABLES, Row
@@ -80,8 +80,8 @@ def test_the_command_prints_the_deviation_and_writes_json_and_figures(tmp_path: 
 
 
 def test_a_cell_far_from_the_papers_carries_the_most_exact_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    causes = {("Table 2",): "table", ("Table 2", "7B/8k"): "row", ("Table 2", "7B/8k", "+ reward"): "cell"}
-    monkeypatch.setattr(tables, "CAUSES", causes)
+    found = {("Table 2",): "table", ("Table 2", "7B/8k"): "row", ("Table 2", "7B/8k", "+ reward"): "cell"}
+    monkeypatch.setattr(causes, "CAUSES", found)
 
     def note(row: str, column: str, factor: float, **options: Any) -> str:
         return tables._row("Table 2", row, column, factor * PUBLISHED["Table 2", row][column], **options).note
@@ -109,5 +109,5 @@ def test_an_unknown_table_is_named_with_those_there_are(capsys: Any) -> None:
 
 def test_every_cause_is_about_a_published_cell() -> None:
     cells = {(table, row, column) for (table, row), found in PUBLISHED.items() for column in found}
-    for key in tables.CAUSES:
+    for key in causes.CAUSES:
         assert any(cell[: len(key)] == key for cell in cells), key

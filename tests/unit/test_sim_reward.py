@@ -12,11 +12,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from simulated import small
 
+from rollpacker.config import ConfigError
 from rollpacker.messages import ScoreResponse
 from rollpacker.simulator.cluster import Cluster
 from rollpacker.simulator.cost import StepCurve
 from rollpacker.simulator.engine import Replica
 from rollpacker.simulator.reward import RewardQueues
+from rollpacker.simulator.run import Simulation
 from rollpacker.types import Prompt, Request
 
 
@@ -109,3 +111,11 @@ def test_a_slowed_engine_takes_that_much_longer_and_no_step_twice() -> None:
     assert engine.step == 50 and engine.time_s == pytest.approx(0.7)
     assert engine.pop_finished() == [0]
     assert engine.time_s == pytest.approx(1.2) == engine.busy_s
+
+
+def test_a_judge_whose_layers_cannot_stream_is_refused_before_the_run() -> None:
+    overrides = ("workload.reward=judge", "cluster.judge_offload=pipelined")
+    Simulation(small(*overrides))
+    with pytest.raises(ConfigError, match=r"judge_offload=pipelined: the judge does not fit: .* bytes are free"):
+        Simulation(small(*overrides, "rollout.gpu_memory_utilization=0.96"))
+    Simulation(small("cluster.judge_offload=pipelined", "rollout.gpu_memory_utilization=0.96"))  # nobody judges

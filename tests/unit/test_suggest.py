@@ -244,6 +244,13 @@ def test_why_not_adds_up() -> None:
         assert float(match[4]) >= float(match[5])
 
 
+def test_a_longer_refit_is_told_as_a_difference() -> None:
+    best = suggestion("off", 79.0).best[0]
+    summary = dataclasses.replace(best.summary, step_s=best.step_s + 0.44)
+    slower = dataclasses.replace(best, summary=summary)
+    assert why_not(slower, best).endswith("; refit 0.44 s longer: each GPU takes more weights.")
+
+
 def test_context_parallelism_is_the_last_resort() -> None:
     base = job(8, gib=79.0, cap=130048)
     assert not enumerate_shapes(base, MODEL)[0]

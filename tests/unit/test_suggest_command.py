@@ -122,6 +122,7 @@ def test_context_parallelism_comes_with_a_warning(capsys: Any) -> None:
         (["--lengths-file", "none.csv"], "cannot read none.csv"),
         (["rollout.tensor_model_parallel_size=2"], "suggest chooses rollout.tensor_model_parallel_size"),
         (["rollout.n=4"], "say it with --n"),
+        (["--gpu-memory-gib", "0"], "trainer.gpu_memory_gib=0"),
         (["cluster.offload_trainer=true"], "this version trains without"),
         (["stream.enabled=on"], "this version trains with off"),
         (["--out", "none/out.yaml"], "there is no folder none"),
@@ -133,6 +134,28 @@ def test_bad_input_is_a_paragraph(capsys: Any, arguments: list[str], message: st
     (line,) = [text for text in error.splitlines() if text.startswith("rollpacker suggest: ")]
     assert message in line
     assert error.endswith(f"{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("data: {train_batch_size: 4}", "data.train_batch_size=4: say it with --train-batch-size"),
+        ("rollout: {tensor_model_parallel_size: 4}", "suggest chooses rollout.tensor_model_parallel_size"),
+        ("workload: {preset: null, median_tokens: 400}", "workload.preset=None: say it with --preset"),
+    ],
+)
+def test_a_recipe_may_not_hold_what_has_an_option_or_is_searched(
+    tmp_path: Path, capsys: Any, recipe: str, message: str
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe + "\n", encoding="utf-8")
+    assert run_cli(str(tmp_path / "recipe.yaml")) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_two_laws_of_the_lengths_are_one_too_many(capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_cli("--preset", "7b_8k", "--lengths-file", "mine.csv")
+    assert "not allowed with argument --preset" in capsys.readouterr().err
 
 
 def test_a_file_that_is_there_is_kept(tmp_path: Path, capsys: Any) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rollpacker.simulator.cluster import Cluster
-from rollpacker.simulator.paper.causes import CAUSES
+from rollpacker.simulator.paper.causes import cause_of
 from rollpacker.simulator.paper.laboratory import SETTINGS, Laboratory, Measured
 from rollpacker.simulator.paper.published import PUBLISHED
 from rollpacker.simulator.paper.systems import (
@@ -55,9 +55,10 @@ def _row(table: str, row: str, column: str, simulated: float, *, calibrated: boo
     """With what the paper reports, and the cause where ours is far from it."""
     found = Row(table, row, column, PUBLISHED.get((table, row), {}).get(column), simulated, calibrated, note)
     if found.deviation is not None and abs(found.deviation) > NOTED_DEVIATION:
-        cause = next((CAUSES[k] for k in ((table, row, column), (table, row), (table,)) if k in CAUSES), "")
+        cause = cause_of(table, row, column)
         note = " ".join(filter(None, (note, cause)))
-    return Row(table, row, column, found.published, simulated, calibrated, note)
+        return replace(found, note=note)
+    return found
 
 
 def table_1(lab: Laboratory) -> Iterator[Row]:
