@@ -4,8 +4,8 @@
 
 Each run is a `rollpacker train`, read back from its run directory; its first step is a warm-up and not counted. Seconds of a
 machine that others use say little. So what is compared is the ratio of a seed's two runs, one after the other, and beside
-the wall the CPU time of the engine's thread on the busiest rank, which the load of others hardly touches. A fifth of the
-prompts is audited, so that coverages are known after few steps.
+the wall the CPU time of engine, exchange and controller on the busiest rank, which the load of others hardly touches. A
+fifth of the prompts is audited, so that coverages are known after few steps.
 
 A round takes decode steps x seconds per decode step. Tail batching cuts the first, the longest response that is waited for,
 and makes the second larger, since more requests decode at a time. Both are printed: how much the second grows is a matter of
@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -27,31 +26,24 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from training_run import ROOT, read_counters, read_jsonl, train
 
-ROOT = Path(__file__).resolve().parents[1]
+from rollpacker.runtime.val_core import ALL_DOMAINS
+
 MODES = ("off", "paper")
 COVERAGES = ("coverage_p50", "coverage_p90", "coverage_p95", "coverage_p99", "own_coverage_p95")
 LAST = 10  # steps whose rewards are "at the end"
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A config and what the benchmark sets in it."""
-
-    config: str
-    arguments: tuple[str, ...]
-
-
-WORKLOADS = {
-    # Rounds of half a second: an exchange every 50 ms would be a fifth of one, since what ends a round takes two of them.
-    "demo": Workload(
-        "configs/demo_cpu.yaml", ("rollout.quantum_ms=20", "trainer.test_freq=10", "rollout.val_kwargs.n=8")
-    ),
-    "demo-small": Workload(
-        "configs/demo_cpu.yaml",
-        ("rollout.n=4", "rollout.quantum_ms=20", "trainer.test_freq=10", "rollout.val_kwargs.n=8"),
-    ),
-}
+CONFIG = "configs/demo_cpu.yaml"
+# Rounds of half a second: an exchange every 50 ms would be a fifth of one, since what ends a round takes two of them.
+SETTINGS = (
+    "rollout.quantum_ms=20",
+    "trainer.test_freq=10",
+    "rollout.val_kwargs.n=8",
+    "tail_batching.audit_fraction=0.2",
+)
+WORKLOADS: dict[str, tuple[str, ...]] = {"demo": (), "demo-small": ("rollout.n=4",)}
 
 
 @dataclass(frozen=True)
@@ -81,56 +73,37 @@ class Run:
     audit: dict[str, float | None]
 
 
-def train(workload: Workload, mode: str, seed: int, steps: int, ranks: int, folder: Path) -> Run:
-    """Run it, unless the folder holds the run already, and read it."""
-    if len(_read(folder / "metrics.jsonl")) != steps:
-        command = [
-            "mpirun",
-            "--oversubscribe",
-            "--bind-to",
-            "none",
-            "-n",
-            str(ranks),
-            sys.executable,
-            "-m",
-            "rollpacker",
-        ]
-        command += ["train", workload.config, *workload.arguments, f"tail_batching.mode={mode}", f"trainer.seed={seed}"]
-        command += ["tail_batching.audit_fraction=0.2", f"trainer.total_training_steps={steps}", "trainer.save_freq=0"]
-        command += [f"trainer.default_local_dir={folder}", "trainer.logger=[]"]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}")
-    rows = _read(folder / "metrics.jsonl")
+def measure(overrides: Sequence[str], mode: str, seed: int, steps: int, ranks: int, folder: Path) -> Run:
+    """Train, and read the run back."""
+    settings = [
+        "trainer.logger=[]",
+        f"tail_batching.mode={mode}",
+        f"trainer.seed={seed}",
+        f"trainer.total_training_steps={steps}",
+    ]
+    train([CONFIG, *SETTINGS, *overrides, *settings], folder, ranks)
+    rows = read_jsonl(folder / "metrics.jsonl")
     lengths: dict[int, list[int]] = {}
-    for sample in _read(folder / "samples.jsonl"):
+    for sample in read_jsonl(folder / "samples.jsonl"):
         lengths.setdefault(sample["step"], []).append(sample["num_response_tokens"])
     cpu_s = _cpu_seconds(folder / "events.trace.json")
     return Run(
         mode,
         seed,
         [_round(row, lengths[step], cpu_s[step]) for row in rows[1:] for step in [row["training/global_step"]]],
-        {row["step"]: _accuracy(row) for row in _read(folder / "validation.jsonl")},
+        {row["step"]: _accuracy(row) for row in read_jsonl(folder / "validation.jsonl")},
         {name: rows[-1][f"audit/{name}"] for name in ("num_groups", "icc", *COVERAGES)},
     )
 
 
 def _cpu_seconds(trace: Path) -> dict[int, float]:
     """CPU time of the rollout on the busiest rank, by step: engine, exchange and controller."""
-    counters: dict[tuple[str, int], list[float]] = {}
-    for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
-        if event["ph"] == "C":
-            counters.setdefault((event["name"], event["pid"]), []).append(next(iter(event["args"].values())))
+    counters = read_counters(trace)
     of_ranks = [
-        [engine + control for engine, control in zip(values, counters["control_cpu_s", rank], strict=True)]
-        for (name, rank), values in counters.items()
-        if name == "engine_cpu_s"
+        [engine + control for engine, control in zip(*of_rank, strict=True)]
+        for of_rank in zip(counters["engine_cpu_s"], counters["control_cpu_s"], strict=True)
     ]
     return {step: max(ranks) for step, ranks in enumerate(zip(*of_ranks, strict=True), start=1)}
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def _round(row: dict[str, Any], lengths: Sequence[int], cpu_s: float) -> Round:
@@ -150,7 +123,7 @@ def _round(row: dict[str, Any], lengths: Sequence[int], cpu_s: float) -> Round:
 
 def _accuracy(row: dict[str, Any]) -> float:
     """avg@n over all prompts of a validation."""
-    return next(float(row[key]) for key in sorted(row) if key.startswith("val-core/") and "/avg@" in key)
+    return next(float(row[key]) for key in row if key.startswith(f"val-core/{ALL_DOMAINS}/avg@"))
 
 
 def per_sample(rounds: Sequence[Round], seconds: Callable[[Round], float]) -> float:
@@ -280,10 +253,10 @@ def bench(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         for mode in MODES if seed % 2 == 0 else MODES[::-1]:
             print(f"{name}: {mode}, seed {seed} ...", file=sys.stderr)
             folder = arguments.runs / name / f"{mode}_{seed}"
-            runs.append(train(WORKLOADS[name], mode, seed, arguments.steps, arguments.ranks, folder))
+            runs.append(measure(WORKLOADS[name], mode, seed, arguments.steps, arguments.ranks, folder))
     rows = measures(arguments.ranks)
     return {
-        "workload": asdict(WORKLOADS[name]),
+        "overrides": [*SETTINGS, *WORKLOADS[name]],
         "ranks": arguments.ranks,
         "steps": arguments.steps,
         "seeds": seeds(runs),

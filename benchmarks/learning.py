@@ -11,15 +11,13 @@ dynamic sampling, which leaves out what is solved, looks worse than it is; the v
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 
-ROOT = Path(__file__).resolve().parents[1]
+from training_run import ROOT, read_jsonl, train
+
 RECIPES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "dapo", "gspo")
 WINDOW, TARGET = 10, 0.7
 
@@ -54,27 +52,8 @@ def run(variant: Variant, seed: int, out: Path, ranks: int, overrides: list[str]
     folder = out / f"{variant.name.replace(' ', '_').replace(',', '')}_{seed}"
     metrics = folder / "metrics.jsonl"
     if not metrics.exists():
-        command = [
-            "mpirun",
-            "--oversubscribe",
-            "--bind-to",
-            "none",
-            "-n",
-            str(ranks),
-            sys.executable,
-            "-m",
-            "rollpacker",
-        ]
-        command += ["train", *variant.arguments, *overrides, f"trainer.seed={seed}", "trainer.save_freq=0"]
-        command += [f"trainer.default_local_dir={folder}", "trainer.logger=[]"]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if result.returncode:
-            raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}")
-    return _read(metrics), _read(folder / "validation.jsonl")
-
-
-def _read(path: Path) -> Rows:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        train([*variant.arguments, *overrides, f"trainer.seed={seed}", "trainer.logger=[]"], folder, ranks)
+    return read_jsonl(metrics), read_jsonl(folder / "validation.jsonl")
 
 
 def steps_to_target(rewards: list[float]) -> int | None:

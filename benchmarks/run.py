@@ -21,29 +21,21 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from training_run import ROOT, read_counters, read_jsonl, train
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "configs/demo_cpu.yaml"
 MODEL = "assets/demo/model"
 DATA = "assets/demo/train.jsonl"
 NUM_RANKS = 2
 PROMPTS, GROUP, CAP = 16, 8, 160
-MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(NUM_RANKS)]
 
 
 def run_ours(steps: int, folder: Path) -> dict[str, Any]:
     """One run of the demo with a constant learning rate; its rows of metrics and the counters of its trace."""
-    command = [*MPIRUN, sys.executable, "-m", "rollpacker", "train", CONFIG, f"trainer.total_training_steps={steps}"]
-    settings = [f"trainer.default_local_dir={folder}", "training.lr_decay_style=constant", "trainer.save_freq=0"]
-    settings += ["trainer.test_freq=-1", "trainer.val_before_train=false"]
-    subprocess.run([*command, *settings], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
-    events = json.loads((folder / "events.trace.json").read_text())["traceEvents"]
-    counters: dict[str, list[list[float]]] = {}
-    for event in events:
-        if event["ph"] == "C":
-            by_rank = counters.setdefault(event["name"], [[] for _ in range(NUM_RANKS)])
-            by_rank[event["pid"]].append(next(iter(event["args"].values())))
+    settings = [CONFIG, f"trainer.total_training_steps={steps}", "training.lr_decay_style=constant"]
+    train([*settings, "trainer.test_freq=-1", "trainer.val_before_train=false"], folder, NUM_RANKS)
+    rows = read_jsonl(folder / "metrics.jsonl")[1:]
+    counters = read_counters(folder / "events.trace.json")
     return {"rows": rows, "counters": {name: [r[1:] for r in ranks] for name, ranks in counters.items()}}
 
 

@@ -122,6 +122,7 @@ def test_rounds_on_the_engine(
         update = controller.finish_step()
         kinds.append(update.stats.kind)
         check_engine_is_clean(engine)
+        assert rollout.facts.engine_cpu_s > 0
         assert probe(engine) == expected
         trained = {r.request.index for g in update.groups for r in g.responses}
         if update.stats.kind is RoundKind.SHORT:

@@ -86,4 +86,5 @@ def test_waiting_holds_no_core(world: World, shared_tmp: Path) -> None:
     assert [g.responses[0].reward for g in controller.finish_step().groups] == [1.0]
     assert wall >= DECODE_S + REWARD_S
     assert cpu <= 0.25 * wall
+    assert rollout.facts.engine_cpu_s <= 0.1  # it slept
     print(f"rank {world.rank}: {cpu:.3f} s of CPU in {wall:.3f} s")

@@ -42,16 +42,18 @@ def two_stages(folder: Path) -> Trace:
 
     | range        | host      | operations                                                                       |
     | gen          | 0-100     | compute 50-250 and 200-400 on two streams, NCCL 380-500                          |
-    | update_actor | 100-1000  | compute 800-950, launched at 450; a copy 950-1000                                |
+    | update_actor | 100-1100  | compute 800-950, launched at 450; a copy 950-1000                                |
+
+    NCCL is launched before the compute on stream 8 and ends after it: what was launched by then counts, not the last launch.
     """
     trace = Trace(folder)
     trace.add("user_annotation", 0, 100, "gen")
-    trace.add("user_annotation", 100, 1000, "update_actor")
+    trace.add("user_annotation", 100, 1100, "update_actor")
     for number, launch in enumerate((10, 20, 30, 450, 455)):
         trace.call(launch, launch + 4, number)
     trace.kernel(50, 250, 0)
-    trace.kernel(200, 400, 1, stream=8)
-    trace.kernel(380, 500, 2, name="ncclDevKernel_AllGather", stream=9)
+    trace.kernel(200, 400, 2, stream=8)
+    trace.kernel(380, 500, 1, name="ncclDevKernel_AllGather", stream=9)
     trace.kernel(800, 950, 3)
     trace.add("gpu_memcpy", 950, 1000, "Memcpy HtoD", device=0, stream=7, correlation=4)
     return trace
@@ -62,7 +64,7 @@ def test_two_stages_with_known_times(tmp_path: Path) -> None:
     assert report.is_trusted
     assert report.by_stage() == {
         "gen": Times(500 * US, compute=350 * US, comm=100 * US, idle=50 * US, leading=50 * US),
-        "update_actor": Times(500 * US, compute=150 * US, copy=50 * US, idle=300 * US, leading=300 * US),
+        "update_actor": Times(600 * US, compute=150 * US, copy=50 * US, idle=400 * US, leading=300 * US, tail=100 * US),
     }
     (gap,) = report.gaps
     assert (gap.end - gap.start, gap.cause.kind) == (300 * US, "device wait")
@@ -78,11 +80,11 @@ def test_a_gap_after_a_late_launch_is_the_hosts(tmp_path: Path) -> None:
 def test_the_capture_ends_where_the_trace_says(tmp_path: Path) -> None:
     """Two processes of one host, the second recorded for longer: its last millisecond is not the first one's idle time."""
     first, second = two_stages(tmp_path), Trace(tmp_path, pid=2, device=1)
-    first.add("Trace", 0, 1000, "PyTorch Profiler (0)")
+    first.add("Trace", 0, 1100, "PyTorch Profiler (0)")
     second.call(0, 1, 1)
     second.kernel(0, 2000, 1)
     report = make_report(first.write(), second.write())
-    assert [times.window for _, times in report.gpus] == [1000 * US, 2000 * US]
+    assert [times.window for _, times in report.gpus] == [1100 * US, 2000 * US]
 
 
 @pytest.mark.parametrize(("num_unknown", "is_trusted"), [(1, True), (2, False)])

@@ -109,6 +109,8 @@ def test_a_comparison_warns_of_untrusted_reports_and_other_numbers_of_steps(tmp_
         "care. The traces hold 1 and 2 steps: compare shares, not seconds."
     )
     assert compare_text(before, before).splitlines()[0] == "Compared: the bubble did not change, it is 40.0 %."
+    slight = make_report(export_of(tmp_path / "c.sqlite", (0.0, 0.501), (0.9, 1.0)).write())
+    assert "the bubble fell by 0.1 points, from 40.0 % to 39.9 %" in compare_text(before, slight)
 
 
 def test_the_docs_name_every_cause_and_every_key_of_the_json(tmp_path: Path) -> None:

@@ -156,6 +156,18 @@ def test_a_gpu_without_work_in_a_stage_waited_since_it_began(tmp_path: Path) -> 
     assert (wait.last.name, ms(wait.waited)) == ("0", 700)
 
 
+def test_a_gpu_without_compute_in_a_stage_was_done_with_its_last_work(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite", gpus=("u0", "u1"))
+    export.kernel(10, 0.2, 0.7)
+    export.kernel(11, 0.1, 0.4, name="ncclDevKernel_AllGather")
+    for gpu in range(2):
+        export.process(10 + gpu, {0: gpu})
+        export.range(10 + gpu, 0.0, 1.0, "gen")
+        export.kernel(10 + gpu, 1.0, 2.0)
+    (wait,) = make_report(export.write()).waits
+    assert (wait.last.name, ms(wait.waited)) == ("0", 300)
+
+
 def test_graph_launches_are_busy_and_without_rows_they_are_not_trusted(tmp_path: Path) -> None:
     export = Export(tmp_path / "a.sqlite")
     export.process(10, {0: 0})

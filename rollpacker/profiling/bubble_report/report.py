@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Wait:
-    """In a stage of a step `last` computed longest; the others had stopped `waited` GPU-nanoseconds earlier, in sum."""
+    """In a stage of a step the compute of `last` ended last; the others had stopped `waited` GPU-ns earlier, in sum."""
 
     stage: str
     step: Label | None
@@ -252,8 +252,7 @@ def _waits(timelines: Sequence[GpuTimeline]) -> list[Wait]:
             last = timeline.work.compute.last_in(piece.start, piece.end)
             if last is None:
                 _, last = timeline.work.hull(piece.start, piece.end) or (0, piece.start)
-            of_gpu = stops[piece.stage, piece.step]
-            of_gpu[timeline.gpu] = max(last, of_gpu.get(timeline.gpu, last))
+            stops[piece.stage, piece.step][timeline.gpu] = last  # pieces come in the order of time
     waits = []
     for (stage, step), of_gpu in stops.items():
         if len(of_gpu) > 1:
