@@ -45,8 +45,8 @@ class MegatronWeights:
         return TrainingGrid(self._ranks.tp_size, self._ranks.pp_size)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The local shards of all parameters of this stage, by name."""
-        return {name: parameter.data for name, parameter in self._parameters.items()}
+        """The local shards of all parameters of this stage, by name: the parameters themselves, whose memory may move."""
+        return dict(self._parameters)
 
     def parameter(self, name: str) -> Tensor:
         """The local shard of a parameter of this stage."""

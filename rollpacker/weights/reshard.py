@@ -37,6 +37,7 @@ def load_kernels() -> Any:
     return _reshard
 
 
+@torch.no_grad()
 def bind_engine(
     weights: MegatronWeights, engine_parameters: Mapping[str, Tensor], size: int, world: World, *, bucket_bytes: int
 ) -> Resharder:
