@@ -195,11 +195,6 @@ class Resharder:
 
     def _join_nccl(self) -> int:
         """A communicator of all ranks, whose address it returns; the first rank's id makes them find each other."""
-        if not self.kernels.WITH_CUDA:
-            raise ConfigError(
-                "weights.refit=csrc: the extension was built without CUDA (no nvcc was found). Build it with "
-                "ROLLPACKER_CUDA=ON, or set weights.refit=golden."
-            )
         mine = self.kernels.nccl_unique_id() if self._comm.Get_rank() == 0 else None
         torch.cuda.set_device(self._device)
         return int(self.kernels.nccl_communicator(self._comm.bcast(mine), self._comm.Get_size(), self._comm.Get_rank()))
