@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -92,17 +93,26 @@ def test_engine_shards_are_bit_exact(
             resharder.check()
 
 
-def test_a_checksum_finds_a_stale_element(world: World, platform: Platform, model_folder: Path) -> None:
-    """One element on the last rank is not what the trainer has: that rank says so, and names the parameter."""
+def stale(weight: torch.Tensor) -> torch.Tensor:
+    changed = weight.clone()
+    changed[3, 5] += 1e-6
+    return changed
+
+
+@pytest.mark.parametrize("damaged", [stale, lambda w: w.flip(0), lambda w: w.roll(1, 0)], ids=["stale", "flip", "roll"])
+def test_a_checksum_finds_wrong_and_misplaced_elements(
+    world: World, platform: Platform, model_folder: Path, damaged: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """On the last rank one element is not the trainer's, or all are in another order: that rank says so, and names it."""
     resharder, engine, _ = bind(world, platform, model_folder, 1, 1, 1)
     resharder.run()
     resharder.check()
-    is_stale = world.rank == world.size - 1
-    if is_stale:
-        engine["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-6
-        with pytest.raises(RuntimeError, match=r"1 of \d+ blocks .*model\.layers\.1\.mlp\.down_proj\.weight"):
-            resharder.check()
-    else:
+    if world.rank < world.size - 1:
+        resharder.check()
+        return
+    weight = engine["model.layers.1.mlp.gate_up_proj.weight"]
+    weight.copy_(damaged(weight))
+    with pytest.raises(RuntimeError, match=r"1 of \d+ blocks .*model\.layers\.1\.mlp\.gate_up_proj\.weight"):
         resharder.check()
 
 
