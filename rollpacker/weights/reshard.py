@@ -8,6 +8,7 @@ docs/design/005-refit-streams.md says who waits for whom on a GPU.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def bind_engine(
     if different := layout.keys() ^ engine_parameters.keys():
         raise RuntimeError(f"the layout table and vLLM's model disagree about the parameters {sorted(different)[:4]}")
     for name, parameter in layout.items():
-        tensor, expected = engine_parameters[name], parameter.num_rows(rank) * parameter.width
+        tensor, expected = engine_parameters[name], math.prod(parameter.size_of(rank))
         if tensor.numel() != expected:
             raise RuntimeError(
                 f"vLLM's {name} has {tensor.numel()} elements on rank {world.rank}, the layout table {expected}"
@@ -83,8 +84,7 @@ class Resharder:
         self.sources, self.destinations = dict(sources), dict(destinations)
         self._source_dtype = _common_dtype(sources, "Megatron's")
         self._destination_dtype = _common_dtype(destinations, "the engine's")
-        is_widened = self._source_dtype.itemsize <= self._destination_dtype.itemsize
-        self._travel_dtype = self._source_dtype if is_widened else self._destination_dtype
+        self._travel_dtype = min(self._source_dtype, self._destination_dtype, key=lambda dtype: dtype.itemsize)
         self._check_bounds()
         item = self._travel_dtype.itemsize
         self.rounds = cut_into_rounds(plan, comm.Get_rank(), max(bucket_bytes // item, 1))

@@ -44,9 +44,7 @@ def empty_engine(shape: ModelShape, size: int, rank: int, dtype: torch.dtype, de
     """What vLLM allocates, full of rubbish. Matrices have their real shapes, so that padding is rows."""
     parameters = {}
     for p in engine_layout(shape, size):
-        rows = p.num_rows(rank)
-        sizes = (rows,) if p.width == 1 else (p.width, rows) if p.dim == 1 else (rows, p.width)
-        rubbish = torch.full(sizes, 7.0, dtype=dtype, device=device)
+        rubbish = torch.full(p.size_of(rank), 7.0, dtype=dtype, device=device)
         parameters[p.name] = nn.Parameter(rubbish, requires_grad=False)
     return parameters
 
