@@ -106,6 +106,8 @@ $(VENV)/.packages: requirements/cpu.lock | $(VENV)/.mpi
 # The package, and the extension of csrc/ beside its sources. Without build isolation, so that CMake's folder stays valid.
 $(VENV)/.ready: $(VENV)/.packages pyproject.toml setup.py $(wildcard csrc/*.*)
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@compgen -G 'rollpacker/weights/_reshard*.so' >/dev/null || { \
+	  echo "csrc/ could not be built; this says why: $(BIN)/python setup.py build_ext --inplace" >&2; exit 1; }
 	@touch $@
 
 # The stamps of models lie beside their folders: the tools refuse to replace a folder that holds what they did not make, and a

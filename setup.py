@@ -1,7 +1,8 @@
 """Builds the module rollpacker.weights._reshard from csrc/ with CMake; everything declarative is in pyproject.toml.
 
 Environment: ROLLPACKER_CUDA=AUTO|ON|OFF (default AUTO: CUDA kernels where nvcc works), CMAKE_ARGS, MAX_JOBS. Without CMake,
-nanobind or a compiler the package still installs; then only weights.refit=golden runs.
+nanobind or a compiler the package still installs, unless ROLLPACKER_CUDA=ON; then only weights.refit=golden runs. A build
+that fails leaves no module of an earlier one behind.
 """
 
 import os
@@ -23,8 +24,16 @@ MODULE = "rollpacker.weights._reshard"
 class CMakeBuild(build_ext):
     """Runs CMake in build/cmake-<python tag>, which is kept, and puts the module where setuptools expects it."""
 
+    def run(self) -> None:
+        """Build; a module among the sources is replaced by this build's or by none."""
+        if self.inplace:
+            Path(self.get_ext_fullpath(MODULE)).unlink(missing_ok=True)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         """Configure, build and copy; CompileError, which an optional extension survives, if anything fails."""
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.unlink(missing_ok=True)
         build = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI')}"
         options = [
             f"-DPython_EXECUTABLE={sys.executable}",
@@ -38,7 +47,6 @@ class CMakeBuild(build_ext):
         self._cmake("-S", str(ROOT / "csrc"), "-B", str(build), *options)
         self._cmake("--build", str(build), "--target", "_reshard", "-j", jobs)
         built = next(build.glob("_reshard*.so"))
-        target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(built, target)
 
@@ -56,4 +64,5 @@ class CMakeBuild(build_ext):
         return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-setup(ext_modules=[Extension(MODULE, sources=[], optional=True)], cmdclass={"build_ext": CMakeBuild})
+is_optional = os.environ.get("ROLLPACKER_CUDA") != "ON"
+setup(ext_modules=[Extension(MODULE, sources=[], optional=is_optional)], cmdclass={"build_ext": CMakeBuild})

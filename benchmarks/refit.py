@@ -41,8 +41,7 @@ TRAINING_TP, ROLLOUT_TP = 2, 1
 
 def shard(parameter: ParameterLayout, rank: int) -> torch.Tensor:
     """Numbers that differ from rank to rank, in the shape that a model has them in."""
-    rows, width = parameter.num_rows(rank), parameter.width
-    size = (rows,) if width == 1 else (width, rows) if parameter.dim == 1 else (rows, width)
+    size = parameter.size_of(rank)
     return (torch.arange(math.prod(size), dtype=torch.int32) % (251 + rank)).to(torch.bfloat16).view(size)
 
 

@@ -2,10 +2,11 @@
 // rollpacker/weights/reshard.py has checked (dtype, layout, length), because only it knows whose they are.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "copy_cpu.h"
@@ -119,27 +120,28 @@ NB_MODULE(_reshard, m) {
         nb::arg("receive_buffers"), nb::arg("threads"), nb::arg("start"), nb::arg("finish"));
 #ifdef ROLLPACKER_WITH_CUDA
   m.attr("WITH_CUDA") = true;
-  m.def("num_cuda_devices", &num_cuda_devices);
-  m.def(
-      "nccl_unique_id",
-      [](const std::string& path) {
-        nccl::UniqueId id{};
-        nccl::check(nccl::library(path).GetUniqueId(&id), "ncclGetUniqueId");
-        return nb::bytes(id.bytes, sizeof id.bytes);
-      },
-      nb::arg("library") = "");
+  m.def("nccl_unique_id", [] {
+    nccl::UniqueId id{};
+    nccl::check(nccl::library().GetUniqueId(&id), "ncclGetUniqueId");
+    return nb::bytes(id.bytes, sizeof id.bytes);
+  });
   m.def(
       "nccl_communicator",
-      [](nb::bytes id, int size, int rank, const std::string& path) {
+      [](const nb::bytes& id, int size, int rank) {
         nccl::UniqueId unique{};
         if (id.size() != sizeof unique.bytes) throw std::invalid_argument("a unique id of NCCL has 128 bytes");
         std::memcpy(unique.bytes, id.c_str(), sizeof unique.bytes);
+        const nccl::Library& api = nccl::library();
         nccl::Communicator communicator = nullptr;
-        nccl::check(nccl::library(path).CommInitRank(&communicator, size, unique, rank), "ncclCommInitRank");
+        nccl::Result result;
+        {
+          nb::gil_scoped_release release;  // it waits for the other ranks
+          result = api.CommInitRank(&communicator, size, unique, rank);
+        }
+        nccl::check(result, "ncclCommInitRank");
         return reinterpret_cast<int64_t>(communicator);
       },
-      nb::arg("id"), nb::arg("size"), nb::arg("rank"), nb::arg("library") = "",
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("id"), nb::arg("size"), nb::arg("rank"));
   nb::class_<CudaRefit>(m, "CudaRefit")
       .def("__init__",
            [](CudaRefit* self, const BoundTable& pack, const BoundTable& local, const BoundTable& unpack, Messages messages,

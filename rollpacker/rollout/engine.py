@@ -185,8 +185,8 @@ class RolloutEngine:
         self.weight_version = weight_version
 
     def parameters(self) -> dict[str, Any]:
-        """This rank's shards by vLLM's names."""
-        return {name: parameter.data for name, parameter in self._model_runner.model.named_parameters()}
+        """This rank's shards by vLLM's names: the parameters themselves, whose memory may move."""
+        return dict(self._model_runner.model.named_parameters())
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Any]], weight_version: int) -> None:
         """Golden refit: full tensors by Hugging Face names; vLLM takes its shard."""

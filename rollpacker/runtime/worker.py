@@ -63,7 +63,7 @@ def check(config: Config, world: World, shape: ModelShape, *, is_dry_run: bool =
     """Everything else that a user may have got wrong, on every rank. Raises ConfigError."""
     platform = select_platform(config.trainer.device, is_plan=is_dry_run)
     _check_device_features(config, platform)
-    _check_refit(config)
+    _check_refit(config, platform)
     _check_folders(config)
     load_policy_loss(config.algorithm)
     _check_reference(config, shape)
@@ -107,15 +107,19 @@ def _check_device_features(config: Config, platform: Platform) -> None:
         )
 
 
-def _check_refit(config: Config) -> None:
-    """The extension must be there, and cannot do what the golden path does on the way."""
-    if config.weights.refit == "golden":
+def _check_refit(config: Config, platform: Platform) -> None:
+    """The extension must be there, built for this device, and cannot do what the golden path does on the way."""
+    if config.weights.refit == "golden" or config.rollout.replay is not None:  # a replay has no engine to refit
         return
     if config.rollout.weight_noise:
         raise ConfigError(
             f"rollout.weight_noise={config.rollout.weight_noise:g} is put on whole tensors: set weights.refit=golden."
         )
-    load_kernels()
+    if not load_kernels().WITH_CUDA and platform.name == "cuda":
+        raise ConfigError(
+            "weights.refit=csrc: the extension rollpacker.weights._reshard was built without CUDA (no nvcc was found). Build "
+            "it where there is one, with ROLLPACKER_CUDA=ON (docs/refit.md), or set weights.refit=golden."
+        )
 
 
 def _check_folders(config: Config) -> None:
@@ -185,6 +189,7 @@ class Worker:
         world.agree(lambda: self.weights.import_hf(config.model.path))
         self.trainer = self._build_trainer(model, self.ranks)
         self.engine = None if checked.replay is not None else build_engine(config, platform)
+        self._resharder = self._build_resharder()
         self.controller = self._build_controller()
         # Last of all, so that a run that cannot start neither writes a run directory nor moves an earlier one aside.
         self._sinks = world.agree(self._open_sinks)
@@ -277,7 +282,7 @@ class Worker:
             engine=self.engine,
             policy_update=PolicyUpdate(self.trainer, self.reference, self.ranks, world, config, self.checked.platform),
             weights=self.weights,
-            resharder=self._build_resharder(),
+            resharder=self._resharder,
             ranks=self.ranks,
             timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx, capture=capture),
             reporter=reporter,

@@ -77,6 +77,13 @@ class ParameterLayout:
         """Size of the shard of `rank` along `dim`, padding included."""
         return sum(s.stop - s.start for s in self.shards[rank]) + self.padding_rows(rank)
 
+    def size_of(self, rank: int) -> tuple[int, ...]:
+        """Of the local tensor of `rank`, padding included; a vector where `width` is 1."""
+        rows = self.num_rows(rank)
+        if self.width == 1:
+            return (rows,)
+        return (self.width, rows) if self.dim == 1 else (rows, self.width)
+
 
 def stage_of(
     parameter: ParameterLayout, num_layers: int, pipeline_model_parallel_size: int, num_chunks: int = 1

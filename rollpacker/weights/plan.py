@@ -132,16 +132,16 @@ def reshard_plan(
     ops: list[TransferOp] = []
     for destination in engine_layout(shape, rollout_tensor_model_parallel_size):
         source = sources.layout_of(destination)
+        holders_of = {s: sources.holders(source, s) for s in sources.shards_of(source)}
         blocks = {
             (s, d): _blocks(source, s, destination, d)
-            for s in sources.shards_of(source)
+            for s in holders_of
             for d in range(rollout_tensor_model_parallel_size)
         }
         for rank in range(period):
-            for s in sources.shards_of(source):
+            for s, holders in holders_of.items():
                 pieces = blocks[s, rank % rollout_tensor_model_parallel_size]
                 if pieces:
-                    holders = sources.holders(source, s)
                     sender = senders.choose(holders, rank, sum(b.num_elements for b in pieces))
                     ops.extend(TransferOp(sender, rank, holders[sender], destination.name, b) for b in pieces)
     return ReshardPlan(period, ranks_per_node, tuple(ops))

@@ -26,7 +26,7 @@ class MegatronWeights:
 
     def __init__(self, model: Any, shape: ModelShape, ranks: ParallelRanks) -> None:
         self._ranks = ranks
-        self._shape = shape
+        self.shape = shape
         self.layout = megatron_layout(shape, ranks.tp_size)
         self._parameters = _global_names(model, shape, ranks)
         if unknown := self._parameters.keys() - {p.name for p in self.layout} - {TIED_HEAD}:
@@ -35,18 +35,13 @@ class MegatronWeights:
             )
 
     @property
-    def shape(self) -> ModelShape:
-        """The model's."""
-        return self._shape
-
-    @property
     def grid(self) -> TrainingGrid:
         """How the model is spread over the ranks."""
         return TrainingGrid(self._ranks.tp_size, self._ranks.pp_size)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The local shards of all parameters of this stage, by name."""
-        return {name: parameter.data for name, parameter in self._parameters.items()}
+        """The local shards of all parameters of this stage, by name: the parameters themselves, whose memory may move."""
+        return dict(self._parameters)
 
     def parameter(self, name: str) -> Tensor:
         """The local shard of a parameter of this stage."""
@@ -73,14 +68,14 @@ class MegatronWeights:
     def _local_copies(self, layout: ParameterLayout) -> list[Tensor]:
         """Where this rank keeps the parameter: nowhere, once, or (tied embedding) on the last stage as the head too."""
         copies = [self._parameters[layout.name]] if layout.name in self._parameters else []
-        is_tied_head = layout.is_on_first_stage and self._shape.tie_word_embeddings and self._ranks.pp_rank > 0
+        is_tied_head = layout.is_on_first_stage and self.shape.tie_word_embeddings and self._ranks.pp_rank > 0
         if is_tied_head and TIED_HEAD in self._parameters:
             copies.append(self._parameters[TIED_HEAD])
         return copies
 
     def _gather_shards(self, layout: ParameterLayout, local: Tensor | None) -> list[Tensor]:
         """All tensor-parallel shards: gathered on the stage that owns the parameter, then broadcast to the others."""
-        owner = stage_of(layout, self._shape.num_layers, self._ranks.pp_size)
+        owner = stage_of(layout, self.shape.num_layers, self._ranks.pp_size)
         shards: list[Tensor] = []
         if self._ranks.pp_rank == owner:
             assert local is not None, f"stage {owner} owns {layout.name} but does not hold it"

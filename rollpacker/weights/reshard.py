@@ -8,6 +8,7 @@ docs/design/005-refit-streams.md says who waits for whom on a GPU.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ from rollpacker.weights.plan import ReshardPlan, TransferOp, reshard_plan
 from rollpacker.weights.refit import MegatronWeights
 from rollpacker.weights.rounds import Piece, cut_into_rounds
 
+_ROW_WORDS = 256
+"""Of a checksum's matrix: its columns' sums stay in the cache."""
+
 
 def load_kernels() -> Any:
     """The module built from csrc/. Raises ConfigError where it was not built: no other path is taken instead."""
@@ -37,6 +41,7 @@ def load_kernels() -> Any:
     return _reshard
 
 
+@torch.no_grad()
 def bind_engine(
     weights: MegatronWeights, engine_parameters: Mapping[str, Tensor], size: int, world: World, *, bucket_bytes: int
 ) -> Resharder:
@@ -50,7 +55,7 @@ def bind_engine(
     if different := layout.keys() ^ engine_parameters.keys():
         raise RuntimeError(f"the layout table and vLLM's model disagree about the parameters {sorted(different)[:4]}")
     for name, parameter in layout.items():
-        tensor, expected = engine_parameters[name], parameter.num_rows(rank) * parameter.width
+        tensor, expected = engine_parameters[name], math.prod(parameter.size_of(rank))
         if tensor.numel() != expected:
             raise RuntimeError(
                 f"vLLM's {name} has {tensor.numel()} elements on rank {world.rank}, the layout table {expected}"
@@ -79,8 +84,7 @@ class Resharder:
         self.sources, self.destinations = dict(sources), dict(destinations)
         self._source_dtype = _common_dtype(sources, "Megatron's")
         self._destination_dtype = _common_dtype(destinations, "the engine's")
-        is_widened = self._source_dtype.itemsize <= self._destination_dtype.itemsize
-        self._travel_dtype = self._source_dtype if is_widened else self._destination_dtype
+        self._travel_dtype = min(self._source_dtype, self._destination_dtype, key=lambda dtype: dtype.itemsize)
         self._check_bounds()
         item = self._travel_dtype.itemsize
         self.rounds = cut_into_rounds(plan, comm.Get_rank(), max(bucket_bytes // item, 1))
@@ -116,7 +120,7 @@ class Resharder:
     def check(self) -> None:
         """Compare a checksum of every block at its source and at its destination. Raises RuntimeError where they differ.
 
-        Collective. It reads all weights once on each side.
+        Collective. It reads all weights twice on each side.
         """
         rank, size = self._comm.Get_rank(), self._comm.Get_size()
         outgoing: list[list[int]] = [[] for _ in range(size)]
@@ -194,11 +198,6 @@ class Resharder:
 
     def _join_nccl(self) -> int:
         """A communicator of all ranks, whose address it returns; the first rank's id makes them find each other."""
-        if not self.kernels.WITH_CUDA:
-            raise ConfigError(
-                "weights.refit=csrc: the extension was built without CUDA (no nvcc was found). Build it with "
-                "ROLLPACKER_CUDA=ON, or set weights.refit=golden."
-            )
         mine = self.kernels.nccl_unique_id() if self._comm.Get_rank() == 0 else None
         torch.cuda.set_device(self._device)
         return int(self.kernels.nccl_communicator(self._comm.bcast(mine), self._comm.Get_size(), self._comm.Get_rank()))
@@ -241,14 +240,24 @@ class Resharder:
 
 
 def _checksum(block: Tensor) -> Tensor:
-    """Sum of a block's bits, eight bytes at a time and what is left over by itself; overflows wrap."""
+    """Of a block's bits: its words of eight bytes, then what is left over element by element, the i-th times 2 i + 1.
+
+    Modulo 2**64. The weights are odd, so one wrong word is always found; several, or words in another order, but for chance.
+    """
     flat = block.reshape(-1)
     in_word = 8 // flat.element_size()
     if flat.storage_offset() % in_word:
         flat = flat.clone()
     num_words = flat.numel() // in_word
-    rest = flat[num_words * in_word :].view(torch.int32 if in_word == 2 else torch.int16)
-    return flat[: num_words * in_word].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
+    words = flat[: num_words * in_word].view(torch.int64)
+    left_over = flat[num_words * in_word :].view(torch.int32 if in_word == 2 else torch.int16).long()
+    # As a matrix whose rows and columns are summed and then weighted: weighting each word would take as much memory again.
+    matrix = words[: num_words // _ROW_WORDS * _ROW_WORDS].view(-1, _ROW_WORDS)
+    rest = torch.cat([words[matrix.numel() :], left_over])
+    starts = 2 * _ROW_WORDS * torch.arange(len(matrix), device=flat.device)
+    odd = 2 * torch.arange(max(_ROW_WORDS, len(rest)), device=flat.device) + 1
+    of_matrix = (matrix.sum(1) * starts).sum() + (matrix.sum(0) * odd[:_ROW_WORDS]).sum()
+    return of_matrix + (rest * (odd[: len(rest)] + 2 * matrix.numel())).sum()
 
 
 def _common_dtype(tensors: Mapping[str, Tensor], whose: str) -> torch.dtype:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +60,53 @@ def test_mistakes_are_one_paragraph(overrides: list[str], message: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_missing_extension_ends_the_job(tmp_path: Path) -> None:
-    """A module of that name which cannot be imported, found before the real one."""
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['rollpacker.weights._reshard'] = None\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
-    command = ["env", f"PYTHONPATH={path}", *train_command(1, "weights.refit=csrc", "--dry-run")]
-    result = run(command)
+def train_after(folder: Path, statements: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`rollpacker train` with csrc in a Python that has run these statements first."""
+    (folder / "sitecustomize.py").write_text(statements)
+    path = os.pathsep.join([str(folder), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
+    return run(["env", f"PYTHONPATH={path}", *train_command(1, "weights.refit=csrc", *arguments)])
+
+
+MODULE = "sys.modules['rollpacker.weights._reshard']"
+
+
+@pytest.mark.parametrize(
+    ("statements", "device", "message"),
+    [
+        (f"import sys; {MODULE} = None", "cpu", "needs the extension rollpacker.weights._reshard"),
+        (
+            f"import sys, types; {MODULE} = types.SimpleNamespace(WITH_CUDA=False)",
+            "cuda",
+            "the extension rollpacker.weights._reshard was built without CUDA",
+        ),
+    ],
+    ids=["missing", "without CUDA"],
+)
+def test_a_dry_run_refuses_an_extension_that_cannot_run(
+    tmp_path: Path, statements: str, device: str, message: str
+) -> None:
+    """A module of that name, found before the real one."""
+    result = train_after(tmp_path, statements, f"trainer.device={device}", "--dry-run")
     assert result.returncode == 2
-    assert "weights.refit=csrc needs the extension rollpacker.weights._reshard" in result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_replay_needs_no_extension(tmp_path: Path) -> None:
+    """It has no engine to refit: what stops this one is its dump, which is empty."""
+    result = train_after(tmp_path, f"import sys; {MODULE} = None", f"rollout.replay={tmp_path}", "--dry-run")
+    assert result.returncode == 2
+    assert "no step_* folder" in result.stderr
+
+
+def test_an_engine_of_another_layout_leaves_the_earlier_run_in_place(tmp_path: Path) -> None:
+    """As if this vLLM padded the vocabulary otherwise than the layout table says."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("{}\n")
+    statements = "from rollpacker.weights import layout; layout._ENGINE_VOCAB_MULTIPLE = 1 << 12"
+    result = train_after(tmp_path, statements, f"trainer.default_local_dir={folder}")
+    assert result.returncode != 0
+    assert re.search(r"vLLM's model\.embed_tokens\.weight has \d+ elements on rank 0, the layout table", result.stderr)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "sitecustomize.py"]
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]

@@ -42,14 +42,16 @@ for name in ("torch", "vllm", "megatron-core", "mpi4py", "transformer-engine", "
         print(name, "not installed")
 PY'
 [ -d assets/demo/model ] || check model 120 "$python" tools/make_tiny_model.py --out assets/demo
+nccl=$("$python" -c 'import nvidia.nccl; print(nvidia.nccl.__path__[0])' 2>/dev/null) # torch's, if it is a package of pip's
+export nccl
 # The extension: its kernels against the CPU's copy, a refit over NCCL with one rank, its speed against cudaMemcpy; then the same
 # under compute-sanitizer where there is one; then the module itself.
 # shellcheck disable=SC2016  # expanded by the inner shell, here and below
 check csrc-build 150 bash -c 'cmake -S csrc -B build/gpu -DROLLPACKER_CUDA=ON -DROLLPACKER_PYTHON=OFF -DROLLPACKER_TESTS=ON \
-    && cmake --build build/gpu -j && ROLLPACKER_CUDA=ON "$python" setup.py build_ext --inplace'
+    ${nccl:+-DROLLPACKER_NCCL_INCLUDE=$nccl/include} && cmake --build build/gpu -j \
+    && ROLLPACKER_CUDA=ON "$python" setup.py build_ext --inplace'
 # shellcheck disable=SC2016
-check csrc-kernels 60 bash -c 'LD_LIBRARY_PATH=$("$python" -c "import nvidia.nccl as n; print(n.__path__[0])")/lib:${LD_LIBRARY_PATH:-} \
-    build/gpu/test_cuda'
+check csrc-kernels 60 bash -c 'LD_LIBRARY_PATH=${nccl:+$nccl/lib:}${LD_LIBRARY_PATH:-} build/gpu/test_cuda'
 if command -v compute-sanitizer >/dev/null; then
     check csrc-sanitizer 120 compute-sanitizer --error-exitcode 1 build/gpu/test_cuda --kernels-only
 fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from grid import Grid
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, write_model
+from torch import nn
 
 from rollpacker.comm.world import World
 from rollpacker.config import TrainingConfig
@@ -38,19 +40,18 @@ def model_folder(request: pytest.FixtureRequest, world: World, shared_tmp: Path)
     return folder
 
 
-def empty_engine(shape: ModelShape, size: int, rank: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+def empty_engine(shape: ModelShape, size: int, rank: int, dtype: torch.dtype, device: str) -> dict[str, nn.Parameter]:
     """What vLLM allocates, full of rubbish. Matrices have their real shapes, so that padding is rows."""
-    tensors = {}
+    parameters = {}
     for p in engine_layout(shape, size):
-        rows = p.num_rows(rank)
-        sizes = (rows,) if p.width == 1 else (p.width, rows) if p.dim == 1 else (rows, p.width)
-        tensors[p.name] = torch.full(sizes, 7.0, dtype=dtype, device=device)
-    return tensors
+        rubbish = torch.full(p.size_of(rank), 7.0, dtype=dtype, device=device)
+        parameters[p.name] = nn.Parameter(rubbish, requires_grad=False)
+    return parameters
 
 
 def bind(
     world: World, platform: Platform, folder: Path, tp: int, pp: int, rollout: int, dtype: str = "fp32", mib: float = 1
-) -> tuple[Resharder, dict[str, torch.Tensor], Grid]:
+) -> tuple[Resharder, dict[str, nn.Parameter], Grid]:
     training = TrainingConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, dtype="fp32")
     grid = Grid.get(folder, platform, training)
     grid.weights.import_hf(str(folder))
@@ -90,29 +91,48 @@ def test_engine_shards_are_bit_exact(
             resharder.check()
 
 
-def test_a_checksum_finds_a_stale_element(world: World, platform: Platform, model_folder: Path) -> None:
-    """One element on the last rank is not what the trainer has: that rank says so, and names the parameter."""
+def stale(weight: torch.Tensor) -> torch.Tensor:
+    changed = weight.clone()
+    changed[3, 5] += 1e-6
+    return changed
+
+
+@pytest.mark.parametrize("damaged", [stale, lambda w: w.flip(0), lambda w: w.roll(1, 0)], ids=["stale", "flip", "roll"])
+def test_a_checksum_finds_wrong_and_misplaced_elements(
+    world: World, platform: Platform, model_folder: Path, damaged: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """On the last rank one element is not the trainer's, or all are in another order: that rank says so, and names it."""
     resharder, engine, _ = bind(world, platform, model_folder, 1, 1, 1)
     resharder.run()
     resharder.check()
-    is_stale = world.rank == world.size - 1
-    if is_stale:
-        engine["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-6
-        with pytest.raises(RuntimeError, match=r"1 of \d+ blocks .*model\.layers\.1\.mlp\.down_proj\.weight"):
-            resharder.check()
-    else:
+    if world.rank < world.size - 1:
+        resharder.check()
+        return
+    weight = engine["model.layers.1.mlp.gate_up_proj.weight"]
+    weight.copy_(damaged(weight))
+    with pytest.raises(RuntimeError, match=r"1 of \d+ blocks .*model\.layers\.1\.mlp\.gate_up_proj\.weight"):
         resharder.check()
 
 
 def test_a_parameter_that_moves_is_found_again(world: World, platform: Platform, model_folder: Path) -> None:
-    """A tensor that gets other memory between two refits is written where it is now."""
-    resharder, _, grid = bind(world, platform, model_folder, 1, 1, 1)
+    """A parameter of either side that gets other memory between two refits is read and written where it is now."""
+    resharder, engine, grid = bind(world, platform, model_folder, 1, 1, 1)
     resharder.run()
-    name = "model.norm.weight"
-    moved = torch.full_like(resharder.destinations[name], 3.0)
-    resharder.destinations[name] = moved
-    resharder.run()
-    assert torch.equal(moved.cpu(), expected_shards(model_folder, grid.shape, 1, 0)[name])
+    embedding, norm = engine["model.embed_tokens.weight"], engine["model.norm.weight"]
+    expected = embedding.clone()
+    embedding.data = torch.full_like(embedding, 3.0)
+    trained = grid.weights.parameter("decoder.final_layernorm.weight")
+    in_training = trained.data
+    trained.data = torch.full_like(in_training, 5.0)
+    try:
+        with pytest.raises(RuntimeError, match=r"2 of \d+ blocks .*model\.embed_tokens\.weight.*model\.norm\.weight"):
+            resharder.check()
+        resharder.run()
+        resharder.check()
+    finally:
+        trained.data = in_training  # the model is other tests' too
+    assert torch.equal(embedding[: grid.shape.vocab_size], expected[: grid.shape.vocab_size])
+    assert torch.equal(norm, torch.full_like(norm, 5.0))
 
 
 def test_another_model_is_refused(world: World, platform: Platform, model_folder: Path) -> None:

@@ -251,8 +251,9 @@ def test_a_refit_in_place_equals_the_golden_one(
     """Every parameter of vLLM bit for bit, where it was rubbish before; no request while the weights are half written."""
     grid = load_from_megatron(engine, platform, model_folder, tp, 3)
     golden = {name: tensor.clone() for name, tensor in engine.parameters().items()}
-    for tensor in engine.parameters().values():
-        tensor.fill_(0.5)
+    with torch.no_grad():
+        for tensor in engine.parameters().values():
+            tensor.fill_(0.5)
     resharder = bind_engine(grid.weights, engine.parameters(), tp, world, bucket_bytes=4096)
     with engine.rewriting(4):
         with pytest.raises(RuntimeError, match="an engine without weights"):
@@ -262,3 +263,11 @@ def test_a_refit_in_place_equals_the_golden_one(
     assert engine.weight_version == 4
     for name, tensor in engine.parameters().items():
         assert torch.equal(tensor, golden[name]), name
+    norm = engine.parameters()["model.norm.weight"]
+    norm.data = torch.full_like(norm, 0.5)  # other memory, as from a loader that replaces a parameter's
+    with pytest.raises(RuntimeError, match=r"1 of \d+ blocks .*model\.norm\.weight"):
+        resharder.check()
+    with engine.rewriting(5):
+        resharder.run()
+    resharder.check()
+    assert torch.equal(engine.parameters()["model.norm.weight"], golden["model.norm.weight"])

@@ -1,4 +1,4 @@
-"""The extension's copies against torch's own slicing and conversion, and what it refuses."""
+"""The extension's copies against torch's own slicing and conversion, what it refuses, and the checksum of a refit."""
 
 from __future__ import annotations
 
@@ -99,6 +99,19 @@ def test_strided_tables_are_refused_not_copied() -> None:
         kernels.Table(wide[:, ::2], np.array([0, 2], np.int64), 0, 0)
     with pytest.raises(TypeError):
         kernels.Table(np.zeros((1, 7), np.int32), np.array([0, 1], np.int64), 0, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 4096, 4099, 20001])
+def test_a_checksum_weighs_each_word_by_its_place(size: int, dtype: torch.dtype) -> None:
+    """Against Python's integers; starts at an odd element, so that words of eight bytes are not aligned."""
+    numbers = random_numbers(size + 1, dtype=dtype)[1:]
+    in_word = 8 // numbers.element_size()
+    num_words = size // in_word * in_word
+    halves = torch.int16 if in_word == 4 else torch.int32
+    words = numbers[:num_words].clone().view(torch.int64).tolist() + numbers[num_words:].clone().view(halves).tolist()
+    expected = sum(word * (2 * i + 1) for i, word in enumerate(words))
+    assert (int(reshard._checksum(numbers)) - expected) % 2**64 == 0
 
 
 def test_python_runs_while_threads_copy() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,32 +13,14 @@ from hypothesis import strategies as st
 from rollpacker.model_shape import ModelShape
 from rollpacker.weights.layout import megatron_layout, stage_of
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-@st.composite
-def shapes(draw: st.DrawFn) -> tuple[ModelShape, int]:
-    tp = draw(st.sampled_from([1, 2, 4]))
-    kv_heads = tp * draw(st.integers(1, 3))
-    heads = kv_heads * draw(st.integers(1, 4))
-    shape = ModelShape(
-        architecture="Qwen2ForCausalLM",
-        num_layers=draw(st.integers(1, 3)),
-        hidden_size=heads * 8,
-        ffn_hidden_size=tp * draw(st.integers(1, 9)),
-        num_attention_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=8,
-        vocab_size=draw(st.integers(1, 50)),
-        max_position_embeddings=64,
-        rope_theta=1e4,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=draw(st.booleans()),
-        has_qkv_bias=draw(st.booleans()),
-        has_qk_norm=draw(st.booleans()),
-    )
-    return shape, tp
+from resharding import models
+
+CASES = st.sampled_from([1, 2, 4]).flatmap(lambda tp: st.tuples(models(tp, 1, 1), st.just(tp)))
 
 
-@given(shapes())
+@given(CASES)
 def test_segments_cover_every_row_exactly_once(case: tuple[ModelShape, int]) -> None:
     shape, tp = case
     covered: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -53,7 +37,7 @@ def test_segments_cover_every_row_exactly_once(case: tuple[ModelShape, int]) -> 
         assert all(a[1] == b[0] for a, b in pairwise(spans)), hf_name
 
 
-@given(shapes())
+@given(CASES)
 def test_shards_of_a_parameter_have_one_size(case: tuple[ModelShape, int]) -> None:
     shape, tp = case
     for parameter in megatron_layout(shape, tp):
