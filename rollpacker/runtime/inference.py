@@ -117,6 +117,7 @@ def build_rollout(
     dataset: PromptDataset,
     *,
     is_validation: bool = False,
+    wants_to_stop: Callable[[], bool] = lambda: False,
 ) -> LiveRollout:
     """A rollout of `dataset` on the engine, with the sampling law of training or of validation."""
     law = config.rollout.val_kwargs if is_validation else config.rollout
@@ -133,6 +134,7 @@ def build_rollout(
         deterministic=config.trainer.deterministic,
         is_validation=is_validation,
         is_raced=config.tail_batching.mode != "off" and not is_validation,
+        wants_to_stop=wants_to_stop,
     )
 
 
@@ -142,9 +144,12 @@ def build_validator(
     inputs: InferenceInputs,
     engine: RolloutEngine,
     on_progress: Callable[[int, int, int], None],
+    wants_to_stop: Callable[[], bool] = lambda: False,
 ) -> Validator | None:
     """What validates on data.val_files; None where there are none. `on_progress`: see `Validator`."""
     if inputs.validation is None:
         return None
-    rollout = build_rollout(config, world, inputs, engine, inputs.validation, is_validation=True)
+    rollout = build_rollout(
+        config, world, inputs, engine, inputs.validation, is_validation=True, wants_to_stop=wants_to_stop
+    )
     return Validator(config, world, rollout, engine, inputs.validation, inputs.tokenizer, on_progress)

@@ -24,6 +24,8 @@ from rollpacker.profiling.capture import build_capture
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.profiling.trace import TraceWriter
 from rollpacker.runtime.backend import ClusterBackend, Parts
+from rollpacker.runtime.checkpoint_folder import EXPORTED, MEGATRON
+from rollpacker.runtime.checkpointing import Checkpointer, ResumePoint, RunState, check_resumable
 from rollpacker.runtime.console import ProgressDisplay
 from rollpacker.runtime.dump import ReplayRollout, check_validation_dump
 from rollpacker.runtime.inference import (
@@ -36,9 +38,11 @@ from rollpacker.runtime.inference import (
     start_rewards,
 )
 from rollpacker.runtime.loggers import check_loggers, open_loggers
-from rollpacker.runtime.metrics import MetricsWriter, prepare_run_dir
+from rollpacker.runtime.metrics import TRACE, MetricsWriter, file_sizes, prepare_run_dir, resume_run_dir
 from rollpacker.runtime.report import Sinks, StepReporter
 from rollpacker.runtime.rollout import Rollout, place
+from rollpacker.runtime.stopping import StopSwitch
+from rollpacker.training.checkpoint import TrainingState
 from rollpacker.training.loss import load_policy_loss
 from rollpacker.training.model import build_model, init_parallel_groups
 from rollpacker.training.optimizer import build_lr_schedule, build_optimizer
@@ -57,14 +61,25 @@ class Checked(InferenceInputs):
     dataset: PromptDataset
     replay: ReplayRollout | None
     total_steps: int
+    resume: ResumePoint | None = None
+    changes: tuple[str, ...] = ()
+    """Keys that the run to go on with had otherwise."""
+
+    @property
+    def goes_on_in_place(self) -> bool:
+        """Whether the run directory is the one that the checkpoint lies in."""
+        return self.resume is not None and self.resume.is_in_place
 
 
-def check(config: Config, world: World, shape: ModelShape, *, is_dry_run: bool = False) -> Checked:
+def check(
+    config: Config, world: World, shape: ModelShape, resume: ResumePoint | None = None, *, is_dry_run: bool = False
+) -> Checked:
     """Everything else that a user may have got wrong, on every rank. Raises ConfigError."""
     platform = select_platform(config.trainer.device, is_plan=is_dry_run)
     _check_device_features(config, platform)
     _check_refit(config, platform)
-    _check_folders(config)
+    changes = [] if resume is None else check_resumable(config, shape, resume)
+    _check_folders(config, is_resumed=resume is not None and resume.is_in_place)
     load_policy_loss(config.algorithm)
     _check_reference(config, shape)
     if world.rank == 0:
@@ -92,7 +107,7 @@ def check(config: Config, world: World, shape: ModelShape, *, is_dry_run: bool =
             "this run at the full learning rate; lower it."
         )
     inputs = (shape, platform, tokenizer, stop_token_ids, placement, rewards, validation)
-    return Checked(*inputs, dataset, replay, total_steps)
+    return Checked(*inputs, dataset, replay, total_steps, resume, tuple(changes))
 
 
 def _check_device_features(config: Config, platform: Platform) -> None:
@@ -122,10 +137,13 @@ def _check_refit(config: Config, platform: Platform) -> None:
         )
 
 
-def _check_folders(config: Config) -> None:
+def _check_folders(config: Config, *, is_resumed: bool) -> None:
     """An earlier run is moved aside, so nothing that this run reads may lie in it; and dumps of two runs never mix."""
+    if is_resumed:
+        return
     run_dir = Path(config.trainer.default_local_dir).absolute()
-    inputs = [(key, value_of(config, key)) for key in ("model.path", "model.reference_path", "rollout.replay")]
+    keys = ("model.path", "model.reference_path", "rollout.replay", "trainer.resume_from_path")
+    inputs = [(key, value_of(config, key)) for key in keys]
     inputs += [("data.train_files", file) for file in config.data.train_files]
     inputs += [("data.val_files", file) for file in config.data.val_files]
     for dotted, path in inputs:
@@ -173,10 +191,14 @@ def _total_steps(config: Config, num_prompts: int, replay: ReplayRollout | None)
 class Worker:
     """One rank's program: build, run, export."""
 
-    def __init__(self, config: Config, world: World, checked: Checked) -> None:
+    def __init__(self, config: Config, world: World, checked: Checked, stop: StopSwitch) -> None:
+        resume = checked.resume
+        if resume is not None:
+            world = world.continued(resume.run_state["elapsed_s"])
         self.config = config
         self.world = world
         self.checked = checked
+        self.stop = stop
         self.moved_aside: Path | None = None
         self.run_dir = Path(config.trainer.default_local_dir)
         platform = checked.platform
@@ -186,33 +208,45 @@ class Worker:
         model = build_model(checked.shape, config.training, platform, self.ranks)
         self.weights = MegatronWeights(model, checked.shape, self.ranks)
         self.reference = self._load_reference(model)
-        world.agree(lambda: self.weights.import_hf(config.model.path))
-        self.trainer = self._build_trainer(model, self.ranks)
+        if resume is None:
+            world.agree(lambda: self.weights.import_hf(config.model.path))
+        self.trainer, training_state = self._build_trainer(model, self.ranks)
+        self.checkpointer = Checkpointer(self.run_dir / "checkpoints", world, training_state, config)
+        if resume is not None:
+            training_state.load(resume.folder / MEGATRON)
         self.engine = None if checked.replay is not None else build_engine(config, platform)
         self._resharder = self._build_resharder()
-        self.controller = self._build_controller()
+        self.controller = world.agree(self._build_controller)
         # Last of all, so that a run that cannot start neither writes a run directory nor moves an earlier one aside.
         self._sinks = world.agree(self._open_sinks)
         self.backend = self._build_backend()
-        self.backend.refit(0)
+        if resume is not None:
+            self.backend.resume(resume.run_state)
+        self.backend.start()
 
     @property
     def display(self) -> ProgressDisplay | None:
         """What the user sees; rank 0 only."""
         return self._sinks.display if self._sinks else None
 
-    def model_folder(self, step: int) -> Path:
-        """Where the model of a step is exported to."""
-        return self.run_dir / "checkpoints" / f"step_{step}" / "huggingface"
-
-    def export_model(self, step: int) -> None:
-        """Write the trained weights as a Hugging Face folder. Collective; rank 0 writes."""
+    def export_model(self, step: int) -> Path:
+        """Write the trained weights as a Hugging Face folder; where. Collective; rank 0 writes."""
+        folder = self.run_dir / "checkpoints" / f"step_{step}" / EXPORTED
         tensors = self.weights.export_hf()
         if self.world.rank == 0:
-            write_hf_folder(self.model_folder(step), self.config.model.path, tensors)
+            write_hf_folder(folder, self.config.model.path, tensors)
         else:
             for _ in tensors:
                 pass
+        return folder
+
+    def save_stopped(self) -> None:
+        """The checkpoint of a run that was asked to stop."""
+        reasons = [reason for reason in self.world.comm.allgather(self.stop.reason) if reason is not None]
+        if self.display is not None:
+            step = self.backend.num_done
+            self.display.note(f"stopping ({reasons[0] if reasons else 'asked to'}); saving the state after step {step}")
+        self.backend.save_stopped()
 
     def close(self) -> None:
         """End the reward workers and finish the files."""
@@ -228,7 +262,13 @@ class Worker:
         if self.world.rank != 0:
             return None
         trainer = self.config.trainer
-        self.moved_aside = prepare_run_dir(self.run_dir, to_yaml(self.config))
+        resume = self.checked.resume
+        if resume is not None and resume.is_in_place:
+            sizes = resume.run_state["file_sizes"]
+            resume_run_dir(self.run_dir, to_yaml(self.config), sizes)
+        else:
+            sizes = {}
+            self.moved_aside = prepare_run_dir(self.run_dir, to_yaml(self.config))
         is_terminal, width = is_user_terminal()
         display = ProgressDisplay(
             self.checked.total_steps,
@@ -237,8 +277,10 @@ class Worker:
             stream=sys.stdout if "console" in trainer.logger else io.StringIO(),
         )
         return Sinks(
-            metrics=MetricsWriter(self.run_dir, open_loggers(self.config, display.note)),
-            trace=TraceWriter(self.run_dir / "events.trace.json") if self.config.profiler.trace else None,
+            metrics=MetricsWriter(
+                self.run_dir, open_loggers(self.config, display.note, None if resume is None else resume.step + 1)
+            ),
+            trace=TraceWriter(self.run_dir / TRACE, resume_at=sizes.get(TRACE)) if self.config.profiler.trace else None,
             display=display,
         )
 
@@ -250,18 +292,22 @@ class Worker:
         self.world.agree(lambda: self.weights.import_hf(path))
         return ReferenceWeights(model)
 
-    def _build_trainer(self, model: Any, ranks: ParallelRanks) -> Trainer:
+    def _build_trainer(self, model: Any, ranks: ParallelRanks) -> tuple[Trainer, TrainingState]:
         training, platform = self.config.training, self.checked.platform
         optimizer = build_optimizer(model, training, platform)
         schedule = build_lr_schedule(optimizer, training, self.checked.total_steps)
-        return Trainer(model, optimizer, schedule, self.config, self.checked.shape, ranks, platform)
+        trainer = Trainer(model, optimizer, schedule, self.config, self.checked.shape, ranks, platform)
+        return trainer, TrainingState(model, optimizer, schedule, ranks, platform)
 
     def _build_controller(self) -> StepController:
         config, replay = self.config, self.checked.replay
         if replay is not None:  # a dump holds what its run has trained
             config = dataclasses.replace(config, filter=FilterConfig(), tail_batching=TailBatchingConfig())
         order = PromptOrder.from_config(self.checked.dataset.examples, config, config.data.domains)
-        return build_controller(config, replay or order, Machine(self.world.size))
+        controller = build_controller(config, replay or order, Machine(self.world.size))
+        if self.checked.resume is not None:
+            controller.load_state_dict(self.checked.resume.run_state["controller"])
+        return controller
 
     def _build_backend(self) -> ClusterBackend:
         config, world = self.config, self.world
@@ -276,7 +322,9 @@ class Worker:
         )
         validator = None
         if self.engine is not None:
-            validator = build_validator(config, world, self.checked, self.engine, reporter.on_progress)
+            validator = build_validator(
+                config, world, self.checked, self.engine, reporter.on_progress, lambda: self.stop.drops_round
+            )
         parts = Parts(
             rollout=self._build_rollout(),
             engine=self.engine,
@@ -286,12 +334,23 @@ class Worker:
             ranks=self.ranks,
             timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx, capture=capture),
             reporter=reporter,
-            export_model=self.export_model,
+            checkpointer=self.checkpointer,
+            stop=self.stop,
             platform=self.checked.platform,
             validator=validator,
             total_steps=self.checked.total_steps,
         )
-        return ClusterBackend(parts, config, world, lambda: self.controller.digest)
+        return ClusterBackend(parts, config, world, lambda: self.controller.digest, self._run_state)
+
+    def _run_state(self) -> RunState:
+        """What a checkpoint says of the run, besides where the backend stands."""
+        return {
+            "elapsed_s": self.world.now(),
+            "file_sizes": file_sizes(self.run_dir),
+            "controller": self.controller.state_dict(),
+            "config": dataclasses.asdict(self.config),
+            "model_shape": dataclasses.asdict(self.checked.shape),
+        }
 
     def _build_resharder(self) -> Resharder | None:
         config = self.config
@@ -304,4 +363,11 @@ class Worker:
         if self.checked.replay is not None:
             return self.checked.replay
         assert self.engine is not None, "a live rollout has an engine"
-        return build_rollout(self.config, self.world, self.checked, self.engine, self.checked.dataset)
+        return build_rollout(
+            self.config,
+            self.world,
+            self.checked,
+            self.engine,
+            self.checked.dataset,
+            wants_to_stop=lambda: self.stop.drops_round,
+        )

@@ -109,6 +109,8 @@ class PendingCheckpoint:
             (path, name, (objects, [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in tensors]))
             for path, name, (objects, tensors) in writer.write_buckets
         ]
+        self.paths = [Path(path) for path, _, _ in self._buckets]
+        """The files that `write` makes."""
 
     def write(self) -> list[Any]:
         """Write this rank's files, fsync included; where in them what lies (for `finish`). Raises OSError."""
