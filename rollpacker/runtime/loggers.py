@@ -99,12 +99,16 @@ class TensorBoardFile:
         self._file.close()
 
 
+def _new_id() -> str:
+    return uuid.uuid4().hex[:8]
+
+
 def _wandb_id(run_dir: Path) -> str:
     """The same for a run however often it is gone on with; offline, each time is a run of its own."""
     path = run_dir / "wandb" / "run_id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+        path.write_text(_new_id(), encoding="utf-8")
     return path.read_text(encoding="utf-8")
 
 
@@ -139,7 +143,7 @@ class WandbRun:
             same = {"id": _wandb_id(run_dir), "resume": "allow"}
             self._call("did not start online", lambda: wandb.init(mode="online", **same, **arguments))
         if self._run is None:
-            self._call("did not start", lambda: wandb.init(mode="offline", **arguments))
+            self._call("did not start", lambda: wandb.init(mode="offline", id=_new_id(), **arguments))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Hand the values to wandb's process."""
