@@ -311,6 +311,11 @@ class TrainerConfig:
     )
     n_gpus_per_node: int | None = key(None, "Ranks per node, likewise; a tensor-parallel group never crosses a node.")
     gpu_memory_gib: float | None = key(None, "Memory of a GPU, in GiB, to plan with; null = what the GPU has, else 79.")
+    stall_timeout_s: float = key(
+        1200.0,
+        "Nothing happens on any rank for so long (no token, no reward, no new stage): every rank writes its stacks to stall/ "
+        "in the run directory, and the job ends with the name of the suspect.",
+    )
     collective_timeout_s: float = key(1800.0, "A collective that waits longer ends the job.")
 
 

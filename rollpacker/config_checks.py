@@ -71,6 +71,7 @@ _AT_LEAST: dict[str, float] = {
     "trainer.save_deadline": 0,
     "trainer.test_freq": -1,
     "trainer.collective_timeout_s": 1,
+    "trainer.stall_timeout_s": 1,
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 1,
     "trainer.gpu_memory_gib": 1,

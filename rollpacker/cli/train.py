@@ -18,7 +18,8 @@ from rollpacker.model_shape import check_shapes
 if TYPE_CHECKING:
     from rollpacker.comm.world import World
     from rollpacker.data.prompts import PromptDataset
-    from rollpacker.runtime.worker import Checked, Worker
+    from rollpacker.runtime.checks import Checked
+    from rollpacker.runtime.worker import Worker
 
 EXIT_STOPPED = 3
 _MAX_DOMAINS = 10  # named in the opening lines
@@ -47,8 +48,9 @@ def _run(arguments: argparse.Namespace, world: World) -> int:
     shape = world.agree(lambda: check_shapes(config, world_size))
     from rollpacker.comm.world import job_end_s
     from rollpacker.runtime.checkpointing import find_resume_point
+    from rollpacker.runtime.checks import check
     from rollpacker.runtime.stopping import StopSwitch
-    from rollpacker.runtime.worker import Worker, check
+    from rollpacker.runtime.worker import Worker
 
     job_end = job_end_s()
     stop = StopSwitch(None if job_end is None else job_end - config.trainer.save_deadline)

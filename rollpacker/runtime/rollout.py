@@ -35,6 +35,7 @@ from rollpacker.messages import (
 from rollpacker.profiling.trace import Span
 from rollpacker.reward.scheduler import RewardScheduler
 from rollpacker.rollout.engine import RolloutEngine, SamplingLaw
+from rollpacker.runtime.watchdog import Heartbeat
 from rollpacker.types import Request, Response
 
 # Deterministic mode: every quantum has this many engine steps, and a step lasts a virtual millisecond.
@@ -123,10 +124,12 @@ class LiveRollout:
         is_validation: bool = False,
         is_raced: bool = False,
         wants_to_stop: Callable[[], bool] = lambda: False,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         """`is_raced`: the controller wants to know which requests have got a token. Once `wants_to_stop` holds on any rank,
-        the round is dropped on all of them.
+        the round is dropped on all of them. `heartbeat` is told what happens.
         """
+        self._heartbeat = heartbeat or Heartbeat()
         self._engine = engine
         self._exchange = exchange
         self._rewards = rewards
@@ -253,6 +256,7 @@ class LiveRollout:
             self._pause()
         self._collect_rewards(wait=self._deterministic)
         self.facts.num_quanta += 1
+        self._heartbeat.quantum()
 
     def _pause(self) -> None:
         """An idle replica keeps joining the exchange, but sleeps until it has news or the others have."""
@@ -347,7 +351,9 @@ class LiveRollout:
         self._num_steps = quantum.next_num_steps[self._placement.leader_rank]
         if quantum.is_stopped and self._is_open:
             self._drop()
-        yield from quantum.events
+        for event in quantum.events:
+            self._heartbeat.event(event)
+            yield event
         self.facts.control_cpu_s += time.thread_time() - start
 
     def _drop(self) -> None:
