@@ -242,6 +242,7 @@ def check_resumable(config: Config, shape: object, point: ResumePoint) -> list[s
 
 
 _FIXED = {
+    "rollout.replay": "its position belongs to that source of prompts.",
     "tail_batching.mode": "the queue of deferred prompts belongs to a mode.",
     "filter.mode": "what waits for a step belongs to a filter.",
     "data.max_response_length": "what the run has learnt of lengths ends at the cap.",

@@ -90,7 +90,7 @@ def test_an_exception_names_its_rank(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stderr[-3000:]
     (dump / "step_000001" / "rank_00001.safetensors").unlink()
     start = time.monotonic()
-    result = train(2, f"rollout.replay={dump}", f"trainer.default_local_dir={folder}")
+    result = train(2, f"rollout.replay={dump}", f"trainer.default_local_dir={folder}", "trainer.resume_mode=disable")
     assert result.returncode == 2
     assert "holds 64 responses of 16 prompts" in result.stderr
     assert time.monotonic() - start < 60

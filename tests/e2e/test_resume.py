@@ -70,9 +70,7 @@ def assert_equal(folder: Path, undisturbed: Path) -> None:
 def test_a_stopped_run_goes_on_to_the_same_end(tmp_path: Path, undisturbed: Path) -> None:
     """SIGUSR1, which mpirun passes on: no step is lost, the exit code is 3, and the same command goes on."""
     folder = tmp_path / "run"
-    job = Job(
-        folder, *ARGUMENTS, "trainer.resume_mode=auto", "trainer.save_freq=-1", "trainer.total_training_steps=500"
-    )
+    job = Job(folder, *ARGUMENTS, "trainer.resume_mode=auto", "trainer.save_freq=-1")
     job.process.send_signal(signal.SIGUSR1)
     code, _, seconds = job.end(timeout_s=60)
     assert (code, seconds < 30) == (3, True)
