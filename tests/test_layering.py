@@ -38,6 +38,7 @@ PURE = (
     "data/packing.py",
     "data/prompts.py",
     "data/tasks.py",
+    "launch/*.py",
     "profiling/bubble_report/*.py",
     "profiling/bubbles.py",
     "profiling/trace.py",
@@ -78,7 +79,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(MECHANISMS, FACTS | BASE),
     "runtime": FACTS | BASE | MECHANISMS | {"policy", "loop"},
     "simulator": FACTS | BASE | {"policy", "loop"},
-    "cli": FACTS | BASE | MECHANISMS | {"loop", "runtime", "simulator"},
+    "launch": FACTS,
+    "cli": FACTS | BASE | MECHANISMS | {"loop", "runtime", "simulator", "launch"},
     "__main__": {"cli"},
 }
 OWNERS = {

@@ -86,9 +86,9 @@ class Jobs:
 
 
 # Plays `python3 -m rollpacker`; other calls of python3 are real. Its start N (by SLURM_RESTART_COUNT) ends as word N of
-# PLAN says: an exit code of all ranks, or `kill` of rank 1, with a + after it if a checkpoint is saved before, or `wait`. A
-# dry run ends with the code DRY_RUN. Like the program's, ranks that end in order heed no SIGTERM, which --kill-on-bad-exit
-# sends to all as soon as the first has left.
+# PLAN says: an exit code of all ranks, `kill` (of rank 1), `until-term` (all wait for SIGTERM and end with code 3) or `wait`;
+# with a + after it rank 0 saves a checkpoint before. A dry run ends with the code DRY_RUN. Like the program's, ranks that end
+# in order heed no further SIGTERM, which --kill-on-bad-exit sends to all as soon as the first has left.
 _STAND_IN = """\
 #!{python}
 import json, os, pathlib, resource, signal, sys, time
@@ -104,6 +104,8 @@ if name == "dry_run":
     print(f"output    {{folder}}/run")
     sys.exit(int(os.environ.get("DRY_RUN", "0")))
 word = os.environ["PLAN"].split()[int(start)]
+if word.startswith("until-term"):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 if word.endswith("+") and rank == "0":
     (folder / "run" / "checkpoints").mkdir(parents=True, exist_ok=True)
     (folder / "run" / "checkpoints" / "latest").write_text(f"step_{{start}}")
@@ -112,6 +114,9 @@ word = word.rstrip("+")
 if word == "kill" and rank == "1":
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
+if word == "until-term":
+    signal.sigwait([signal.SIGTERM])
+    word = "3"
 if word in ("kill", "wait"):
     time.sleep(300)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
