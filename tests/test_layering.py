@@ -38,6 +38,8 @@ PURE = (
     "data/packing.py",
     "data/prompts.py",
     "data/tasks.py",
+    "doctor/facts.py",
+    "doctor/verdict.py",
     "launch/*.py",
     "profiling/bubble_report/*.py",
     "profiling/bubbles.py",
@@ -80,7 +82,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": FACTS | BASE | MECHANISMS | {"policy", "loop"},
     "simulator": FACTS | BASE | {"policy", "loop"},
     "launch": FACTS,
-    "cli": FACTS | BASE | MECHANISMS | {"loop", "runtime", "simulator", "launch"},
+    "doctor": FACTS | {"comm", "weights"},
+    "cli": FACTS | BASE | MECHANISMS | {"loop", "runtime", "simulator", "launch", "doctor"},
     "__main__": {"cli"},
 }
 OWNERS = {

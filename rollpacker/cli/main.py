@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from rollpacker import __version__
-from rollpacker.cli import convert, launch, paper, plan, simulate, suggest, train
+from rollpacker.cli import convert, doctor, launch, paper, plan, simulate, suggest, train
 from rollpacker.cli import eval as evaluate
 from rollpacker.config import ConfigError
 from rollpacker.config_file import is_overlay
@@ -19,6 +19,7 @@ _COMMANDS = {
     "suggest": suggest,
     "plan": plan,
     "launch": launch,
+    "doctor": doctor,
     "convert": convert,
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import shutil
 import sys
 import time
@@ -148,3 +150,33 @@ def test_profile(jobs: Jobs, tmp_path: Path) -> None:
     assert {file.name for file in folder.iterdir()} >= {"bubbles.json", "bubbles.csv", "bubbles.svg", "bubbles.html"}
     arguments = facts(tmp_path, "rank0.start0")["arguments"]
     assert "profiler.steps=[2,3]" in arguments and f"trainer.default_local_dir={folder}/run" in arguments
+
+
+def test_interactive(jobs: Jobs, tmp_path: Path) -> None:
+    """What a user types at the prompt: a step on all ranks, with the terminal at rank 0; `exit` gives the nodes back."""
+    folder = stand_in(tmp_path)
+    size = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        environment = {**jobs.environment, "VENV": folder, "PLAN": "0", "HOME": str(tmp_path)}
+        os.chdir(REPOSITORY)
+        os.execve("slurm/interactive.sh", ["interactive.sh", *size, "configs/demo_cpu.yaml", "a.b=c"], environment)
+    read_until(terminal, "Commands: step")
+    os.write(terminal, b"step d.e='1 2'\n")
+    read_until(terminal, "rank 0 does 0")
+    read_until(terminal, " $ ")  # the next prompt
+    os.write(terminal, b"exit\n")
+    read_until(terminal, "Relinquishing job allocation")
+    os.waitpid(pid, 0)
+    arguments = facts(tmp_path, "rank1.start0")["arguments"]
+    assert arguments[2:5] == ["train", "configs/demo_cpu.yaml", "trainer.nnodes=2"]
+    assert "a.b=c" in arguments and "trainer.total_training_steps=1" in arguments
+    assert arguments[-2:] == ["d.e=1 2", "--debug"]
+
+
+def read_until(terminal: int, words: str, timeout_s: float = 60) -> None:
+    text, deadline = "", time.monotonic() + timeout_s
+    while words not in text:
+        assert time.monotonic() < deadline, f"no {words!r} on the terminal:\n{text}"
+        if select.select([terminal], [], [], 1)[0]:
+            text += os.read(terminal, 4096).decode()
