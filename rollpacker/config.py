@@ -270,9 +270,28 @@ class TrainerConfig:
 
     total_epochs: int = key(1, "Passes over the prompts.")
     total_training_steps: int | None = key(None, "Hard cap on steps; overrides total_epochs.")
-    default_local_dir: str = key("outputs/run", "Run directory; an earlier run there is moved aside.")
+    default_local_dir: str = key(
+        "outputs/run", "Run directory; an earlier run there is gone on with (resume_mode), or else moved aside."
+    )
     rollout_data_dir: str | None = key(None, "Dump each round's samples here, for rollout.replay.")
-    save_freq: int = key(-1, "Export the model every so many steps and at the end; -1 = at the end only, 0 = never.")
+    save_freq: int = key(
+        -1,
+        "Save a checkpoint every so many steps and at the end, and then export the model; -1 = at the end only, 0 = never. "
+        "A run that is stopped by a signal saves in any case.",
+    )
+    keep_last: int | None = key(None, "Checkpoints to keep, the newest ones; null = all. Exported models stay.")
+    resume_mode: str = key(
+        "auto",
+        "auto = go on from the newest whole checkpoint in the run directory, if there is one; disable = start anew; "
+        "resume_path = start in a new run directory from resume_from_path.",
+        ("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = key(None, "resume_path: a folder checkpoints/step_N of another run.")
+    save_deadline: float = key(
+        120.0,
+        "Seconds before the end of the job's time (SLURM_JOB_END_TIME, where it is set) at which the run is stopped and "
+        "saved; no step is begun that would not end before.",
+    )
     test_freq: int = key(-1, "Validate on data.val_files every so many steps and at the end; -1 and 0 = never.")
     val_before_train: bool = key(True, "Validate once more before the first step, where data.val_files are given.")
     validation_data_dir: str | None = key(None, "Dump each validation's responses here, one .jsonl per validation.")
@@ -292,6 +311,11 @@ class TrainerConfig:
     )
     n_gpus_per_node: int | None = key(None, "Ranks per node, likewise; a tensor-parallel group never crosses a node.")
     gpu_memory_gib: float | None = key(None, "Memory of a GPU, in GiB, to plan with; null = what the GPU has, else 79.")
+    stall_timeout_s: float = key(
+        1200.0,
+        "Nothing happens on any rank for so long (no token, no reward, no new stage): every rank writes its stacks to stall/ "
+        "in the run directory, and the job ends with the name of the suspect.",
+    )
     collective_timeout_s: float = key(1800.0, "A collective that waits longer ends the job.")
 
 

@@ -67,8 +67,11 @@ _AT_LEAST: dict[str, float] = {
     "trainer.total_epochs": 1,
     "trainer.total_training_steps": 1,
     "trainer.save_freq": -1,
+    "trainer.keep_last": 1,
+    "trainer.save_deadline": 0,
     "trainer.test_freq": -1,
     "trainer.collective_timeout_s": 1,
+    "trainer.stall_timeout_s": 1,
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 1,
     "trainer.gpu_memory_gib": 1,
@@ -106,6 +109,7 @@ def validate(config: Config, prompts: str | None = "data.train_files") -> None:
     _validate_rollout_policies(config)
     _validate_profiler(config)
     _validate_algorithm(config)
+    _validate_resume(config)
 
 
 def _validate_domains(weights: dict[str, float]) -> None:
@@ -267,6 +271,15 @@ def _validate_algorithm(config: Config) -> None:
     if (config.trainer.nnodes is None) != (config.trainer.n_gpus_per_node is None) and config.trainer.nnodes:
         raise ConfigError(
             f"trainer.nnodes={config.trainer.nnodes} without trainer.n_gpus_per_node says no size of the job: set both."
+        )
+
+
+def _validate_resume(config: Config) -> None:
+    trainer = config.trainer
+    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
+        raise ConfigError(
+            f"trainer.resume_mode={trainer.resume_mode} with trainer.resume_from_path={trainer.resume_from_path}: the path "
+            "of a checkpoint goes with resume_mode=resume_path, and with no other. Set both, or leave the path null."
         )
 
 

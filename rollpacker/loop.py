@@ -9,6 +9,10 @@ from rollpacker.messages import Action, Event, RoundPlan, UpdatePlan
 from rollpacker.policy.controller import StepController
 
 
+class RunStopped(Exception):
+    """All ranks have agreed to end the run here, for the reason given; an open round is dropped."""
+
+
 class Round(Protocol):
     """What carries a rollout out: engines and rewards, real or simulated; for training and for validation."""
 
@@ -24,6 +28,9 @@ class Round(Protocol):
 
 class Backend(Round, Protocol):
     """What carries a whole step out: a rollout, then gradients and weights."""
+
+    def between_steps(self) -> None:
+        """Called before each step; a run that is stopped in the step comes back to here. May raise RunStopped."""
 
     def apply_update(self, update: UpdatePlan) -> None:
         """Train on the step's groups: one optimizer step, one global normaliser."""
@@ -53,9 +60,14 @@ def run_step(step: int, controller: StepController, backend: Backend) -> bool:
     return True
 
 
-def run(num_steps: int | None, controller: StepController, backend: Backend) -> int:
-    """Run steps 1, 2, ... until `num_steps` are done or no prompt is left; the number of steps done."""
-    step = 1
-    while (num_steps is None or step <= num_steps) and run_step(step, controller, backend):
-        step += 1
-    return step - 1
+def run(num_steps: int | None, controller: StepController, backend: Backend, *, num_done: int = 0) -> int:
+    """Run steps until `num_steps` are done or no prompt is left; the number of steps done, `num_done` earlier ones included.
+
+    Raises RunStopped where the backend does.
+    """
+    while num_steps is None or num_done < num_steps:
+        backend.between_steps()
+        if not run_step(num_done + 1, controller, backend):
+            break
+        num_done += 1
+    return num_done

@@ -80,6 +80,9 @@ class VirtualRollout:
         self.workload = workload
         self.rounds: list[RoundLog] = []
 
+    def between_steps(self) -> None:
+        """Nobody stops it."""
+
     def launch(self, plan: RoundPlan) -> None:
         self.rounds.append(RoundLog(plan))
         self.step, self.now, self.is_open = plan.step, 0, True

@@ -18,7 +18,7 @@ from rollpacker.config_checks import missing_features
 from rollpacker.memory_estimate import DEFAULT_GPU_MEMORY_GIB, GIB, KvCache, MemoryEstimate, estimate_memory
 
 if TYPE_CHECKING:
-    from rollpacker.runtime.worker import Checked
+    from rollpacker.runtime.checks import Checked
 
 _WIDTH = 100
 _WEIGHT_BYTES = 2

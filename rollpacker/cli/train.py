@@ -18,8 +18,10 @@ from rollpacker.model_shape import check_shapes
 if TYPE_CHECKING:
     from rollpacker.comm.world import World
     from rollpacker.data.prompts import PromptDataset
-    from rollpacker.runtime.worker import Checked, Worker
+    from rollpacker.runtime.checks import Checked
+    from rollpacker.runtime.worker import Worker
 
+EXIT_STOPPED = 3
 _MAX_DOMAINS = 10  # named in the opening lines
 
 HELP = "Train a model by GRPO and kin, one MPI rank per GPU (mpirun -n N rollpacker train CONFIG, srun, or alone)."
@@ -44,9 +46,18 @@ def _run(arguments: argparse.Namespace, world: World) -> int:
     world_size = world.agree(lambda: job_size(config, world.size, is_dry_run=arguments.dry_run))
     world.agree(lambda: _check_before_shapes(config, is_dry_run=arguments.dry_run))
     shape = world.agree(lambda: check_shapes(config, world_size))
-    from rollpacker.runtime.worker import Worker, check
+    from rollpacker.comm.world import job_end_s
+    from rollpacker.runtime.checkpointing import find_resume_point
+    from rollpacker.runtime.checks import check
+    from rollpacker.runtime.stopping import StopSwitch
+    from rollpacker.runtime.worker import Worker
 
-    checked = world.agree(lambda: check(config, world, shape, is_dry_run=arguments.dry_run))
+    job_end = job_end_s()
+    stop = StopSwitch(None if job_end is None else job_end - config.trainer.save_deadline)
+    if not arguments.dry_run:
+        stop.install()
+    resume = find_resume_point(config, world, is_dry_run=arguments.dry_run)
+    checked = world.agree(lambda: check(config, world, shape, resume, is_dry_run=arguments.dry_run))
     if arguments.dry_run:
         return _report_dry_run(config, checked, world, world_size)
     if world.rank == 0:
@@ -57,7 +68,7 @@ def _run(arguments: argparse.Namespace, world: World) -> int:
             "Building the Megatron model and the vLLM engine; the first step follows in about half a minute.\n"
         )
         sys.stdout.flush()
-    return _train(Worker(config, world, checked))
+    return _train(Worker(config, world, checked, stop))
 
 
 def _check_before_shapes(config: Config, *, is_dry_run: bool) -> None:
@@ -87,28 +98,34 @@ def _report_dry_run(config: Config, checked: Checked, world: World, world_size: 
 
 
 def _train(worker: Worker) -> int:
+    from rollpacker.loop import RunStopped
     from rollpacker.loop import run as run_loop
 
-    config, display = worker.config, worker.display
+    config, display, backend = worker.config, worker.display, worker.backend
     start = time.monotonic()
     if display is not None:
         if worker.moved_aside is not None:
             display.note(f"an earlier run was moved to {worker.moved_aside}")
         display.start()
+    exported, is_stopped = None, False
     try:
-        if config.trainer.val_before_train:
-            worker.backend.validate(0)
-        num_steps = run_loop(config.trainer.total_training_steps, worker.controller, worker.backend)
-        worker.backend.validate_last(num_steps)
-        is_exported = config.trainer.save_freq > 0 and num_steps % config.trainer.save_freq == 0
-        exported = worker.model_folder(num_steps) if num_steps and config.trainer.save_freq else None
-        if exported is not None and not is_exported:
-            worker.export_model(num_steps)
+        backend.validate_if_due(backend.num_done)
+        total_steps = config.trainer.total_training_steps
+        num_steps = run_loop(total_steps, worker.controller, backend, num_done=backend.num_done)
+        backend.validate_last(num_steps)
+        if num_steps and config.trainer.save_freq:
+            backend.save()
+            exported = worker.export_model(num_steps)
+    except RunStopped:
+        is_stopped, num_steps = True, backend.num_done
+        worker.save_stopped()
     finally:
         worker.close()
     if display is not None:
         display.finish(_summary(worker, num_steps, time.monotonic() - start, exported))
-    return 0
+        if is_stopped:
+            display.note("stopped and saved; the same command goes on from here")
+    return EXIT_STOPPED if is_stopped else 0
 
 
 def _summary(worker: Worker, num_steps: int, seconds: float, exported: Path | None) -> dict[str, str]:
@@ -169,8 +186,17 @@ def _describe(config: Config, checked: Checked, world_size: int) -> str:
         f"{world_size // rollout.tensor_model_parallel_size} replica(s)",
         f"steps     {_describe_steps(config, checked)} of {config.data.train_batch_size} prompts x {rollout.n} responses",
         f"output    {trainer.default_local_dir}",
+        *_describe_resume(checked),
     ]
     return "\n".join(facts) + "\n"
+
+
+def _describe_resume(checked: Checked) -> list[str]:
+    """From which checkpoint the run goes on, what is wrong with newer ones, and what its config changes."""
+    if checked.resume is None:
+        return []
+    lines = [f"resume    {checked.resume.folder}, {checked.resume.step} steps done"]
+    return [*lines, *(f"          {text}" for text in (*checked.resume.rejected, *checked.changes))]
 
 
 def _describe_steps(config: Config, checked: Checked) -> str:

@@ -45,6 +45,7 @@ _RECORD = np.dtype(
     [
         ("digest", "u4"),
         ("is_leader", "u1"),
+        ("wants_to_stop", "u1"),
         ("next_num_steps", "i4"),
         ("num_new_tokens", "i8"),
         ("num_steps", "i4"),
@@ -59,20 +60,26 @@ _RECORD = np.dtype(
 
 @dataclass(frozen=True)
 class QuantumReport:
-    """What a rank says of the quantum it has just run. `next_num_steps` is k for the ranks of its TP group."""
+    """What a rank says of the quantum it has just run. `next_num_steps` is k for the ranks of its TP group;
+    `wants_to_stop` drops the round everywhere.
+    """
 
     digest: int
     is_leader: bool
     next_num_steps: int
     progress: EngineProgress
+    wants_to_stop: bool = False
 
 
 @dataclass(frozen=True)
 class ExchangedQuantum:
-    """One completed exchange: the events of all ranks in order, and each rank's wish for the length of a quantum."""
+    """One completed exchange: the events of all ranks in order, each rank's wish for the length of a quantum, and whether
+    any rank wants to stop.
+    """
 
     events: list[Event]
     next_num_steps: list[int]
+    is_stopped: bool = False
 
 
 class EventExchange:
@@ -134,7 +141,8 @@ class EventExchange:
         for rank, record in enumerate(records):
             events.extend((e.time_s, rank, i, e) for i, e in enumerate(_read_record(record, rank)))
         events.sort(key=lambda item: item[:3])
-        return ExchangedQuantum([item[3] for item in events], records["next_num_steps"].tolist())
+        is_stopped = bool(records["wants_to_stop"].any())
+        return ExchangedQuantum([item[3] for item in events], records["next_num_steps"].tolist(), is_stopped)
 
     def close(self) -> None:
         """Free the communicator."""
@@ -144,7 +152,7 @@ class EventExchange:
 def _fill_record(record: Any, report: QuantumReport, events: list[SlotEvent]) -> None:
     progress = report.progress
     record["digest"], record["is_leader"] = report.digest, report.is_leader
-    record["next_num_steps"] = report.next_num_steps
+    record["next_num_steps"], record["wants_to_stop"] = report.next_num_steps, report.wants_to_stop
     record["num_new_tokens"], record["num_preemptions"] = progress.num_new_tokens, progress.num_preemptions
     record["kv_cache_usage"], record["num_steps"] = progress.kv_cache_usage, progress.num_steps
     record["time_s"] = progress.time_s

@@ -6,6 +6,7 @@ reads facts about the launcher.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import socket
@@ -25,6 +26,10 @@ from rollpacker.config import ConfigError
 
 T = TypeVar("T")
 _ABORT_DELAY_S = 2.0
+
+
+class JobError(RuntimeError):
+    """Something outside the program ended the run, such as a disk: told in a paragraph, without a traceback."""
 
 
 class AgreedError(ConfigError):
@@ -50,6 +55,10 @@ class World:
     def now(self) -> float:
         """Seconds since the start of the job, on rank 0's clock."""
         return MPI.Wtime() + self.clock_offset_s - self.start_s
+
+    def continued(self, elapsed_s: float) -> World:
+        """The same ranks, on a clock that goes on from `elapsed_s`."""
+        return dataclasses.replace(self, start_s=MPI.Wtime() + self.clock_offset_s - elapsed_s)
 
     def agree(self, check: Callable[[], T]) -> T:
         """Run `check` on every rank; if it raises ConfigError anywhere, raise the first of them on all as AgreedError.
@@ -86,8 +95,9 @@ def _abort_job_on_exception(comm: MPI.Comm, hostname: str) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         why = "was interrupted" if issubclass(kind, KeyboardInterrupt) else "died"
-        sys.stderr.write(f"rollpacker: rank {comm.rank} on {hostname} {why}: {kind.__name__}: {error}\n")
-        if not issubclass(kind, KeyboardInterrupt):
+        what = str(error) if issubclass(kind, JobError) else f"{kind.__name__}: {error}"
+        sys.stderr.write(f"rollpacker: rank {comm.rank} on {hostname} {why}: {what}\n")
+        if not issubclass(kind, KeyboardInterrupt | JobError):
             traceback.print_exception(kind, error, trace)
         sys.stderr.flush()
         # Another rank's death may be what raised here; this leaves the launcher the time to notice and name that one.
@@ -152,6 +162,12 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def job_end_s() -> float | None:
+    """When the job's time ends, in seconds since 1970; None where the launcher does not say."""
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isdecimal() else None
 
 
 def is_user_terminal() -> tuple[bool, int | None]:

@@ -72,19 +72,30 @@ class TraceWriter:
 
     Each call is one write, over the closing brackets of the last call and with new ones at its end. So a run that is
     killed leaves a file that opens, unless the kill hits the write itself (well below a millisecond a step).
-    Raises OSError where the file cannot be written.
+    `resume_at` goes on with a file as it was when it had that size. Raises OSError where the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
         self.path = path
+        is_resumed = resume_at is not None and path.exists()
         # Unbuffered: a buffer would decide for us when half an event reaches the disk.
-        self._file = path.open("wb", buffering=0)
+        self._file = path.open("r+b" if is_resumed else "wb", buffering=0)
         self._separator = b"\n"
         self._tids: dict[tuple[int, str], int] = {}
         self._num_other_lanes: dict[int, int] = {}
         self._packers: dict[int, LanePacker] = {}
         self._ranks: set[int] = set()
-        self._write_all(_HEAD + _TAIL)
+        if is_resumed and resume_at is not None:
+            self._go_back_to(resume_at)
+        else:
+            self._write_all(_HEAD + _TAIL)
+
+    def _go_back_to(self, size: int) -> None:
+        """The closing brackets stood at the end then; later events have overwritten them."""
+        self._file.truncate(max(size - len(_TAIL), len(_HEAD)))
+        self._file.seek(0, 2)
+        self._separator = b",\n" if self._file.tell() > len(_HEAD) else b"\n"
+        self._write_all(_TAIL)
 
     def __enter__(self) -> TraceWriter:
         return self

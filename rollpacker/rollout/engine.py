@@ -140,6 +140,10 @@ class RolloutEngine:
             del self._requests[request_id]
             self._unstarted.pop(request_id, None)
 
+    def abort_all(self) -> None:
+        """Delete every request."""
+        self.abort(list(self._requests.values()))
+
     def step(self) -> list[Response]:
         """One engine step; the responses that ended in it."""
         finished = []

@@ -14,13 +14,16 @@ from rollpacker.comm.groups import ParallelRanks
 from rollpacker.comm.samples import Sample, exchange_samples
 from rollpacker.comm.world import World
 from rollpacker.config import Config
+from rollpacker.loop import RunStopped
 from rollpacker.messages import Action, Event, LaunchRequests, RoundPlan, UpdatePlan
 from rollpacker.platform.device import Platform
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.rollout.engine import RolloutEngine
+from rollpacker.runtime.checkpointing import Checkpointer, RunState
 from rollpacker.runtime.dump import write_dump
 from rollpacker.runtime.report import StepReport, StepReporter
 from rollpacker.runtime.rollout import Rollout
+from rollpacker.runtime.stopping import StopSwitch
 from rollpacker.runtime.validation import Validator
 from rollpacker.training.objective import LossSums
 from rollpacker.training.policy_update import PolicyUpdate
@@ -44,7 +47,8 @@ class Parts:
     ranks: ParallelRanks
     timer: StageTimer
     reporter: StepReporter
-    export_model: Callable[[int], object]
+    checkpointer: Checkpointer
+    stop: StopSwitch
     platform: Platform
     validator: Validator | None
     total_steps: int
@@ -53,15 +57,27 @@ class Parts:
 class ClusterBackend:
     """One rank's share of every step; all ranks run the same calls in the same order."""
 
-    def __init__(self, parts: Parts, config: Config, world: World, digest: Callable[[], int]) -> None:
+    def __init__(
+        self, parts: Parts, config: Config, world: World, digest: Callable[[], int], run_state: Callable[[], RunState]
+    ) -> None:
+        """`run_state` is what a checkpoint says of the run besides the backend's own part; asked on rank 0."""
         self._parts = parts
         self._config = config
         self._world = world
         self._digest = digest
+        self._run_state = run_state
         self._weight_version = 0
         self._validated_step: int | None = None
+        self._num_done = 0
+        self._state_between_steps: RunState | None = None
         self._update: UpdatePlan | None = None
         self._report = StepReport()
+
+    def between_steps(self) -> None:
+        """Keep what a stop in the coming step would come back to; raises RunStopped if any rank has a reason to stop."""
+        self._parts.checkpointer.check()
+        self._state_between_steps = self._current_state()
+        self._parts.stop.between_steps(self._world)
 
     def launch(self, plan: RoundPlan) -> None:
         """Hand the round's requests to the engine of this rank."""
@@ -117,41 +133,94 @@ class ClusterBackend:
     def sync_weights(self) -> None:
         """Refit: the trained weights go into the engine; then the step is reported."""
         parts = self._parts
+        assert self._update is not None, "apply_update() comes before sync_weights()"
+        step = self._num_done = self._update.step
         self._weight_version += 1
+        save_freq = self._config.trainer.save_freq
+        if save_freq > 0 and step % save_freq == 0:
+            parts.reporter.on_stage("save_checkpoint")
+            with parts.timer.stage("save_checkpoint"):  # before the refit: the engine sleeps, and leaves its memory
+                parts.checkpointer.begin(step)
         parts.reporter.on_stage("update_weights")
         with parts.timer.stage("update_weights"):
             self.refit(self._weight_version)
         self._report.end_s = self._world.now()
-        assert self._update is not None, "apply_update() comes before sync_weights()"
-        save_freq = self._config.trainer.save_freq
-        if save_freq > 0 and self._update.step % save_freq == 0:
-            parts.reporter.on_stage("save_checkpoint")
-            with parts.timer.stage("save_checkpoint"):
-                parts.export_model(self._update.step)
-        self._validate_if_due(self._update.step)
+        self.validate_if_due(step)
         parts.reporter.end_step(self._update, self._report, parts.rollout, parts.timer)
+        parts.checkpointer.commit(self._current_state())
 
-    def _validate_if_due(self, step: int) -> None:
-        test_freq = self._config.trainer.test_freq
-        if test_freq > 0 and (step % test_freq == 0 or step == self._parts.total_steps):
-            self.validate(step)
+    def save(self) -> None:
+        """A checkpoint of where the run stands now, complete when this returns. Collective."""
+        self._save_state(self._current_state())
+
+    def save_stopped(self) -> None:
+        """A checkpoint of where the run stood before the step that was stopped. Collective."""
+        self._save_state(self._state_between_steps)
+
+    def _save_state(self, state: RunState | None) -> None:
+        parts = self._parts
+        if parts.checkpointer.newest_step != self._num_done:
+            parts.reporter.on_stage("save_checkpoint")
+            if parts.engine is not None:
+                parts.engine.sleep()
+            parts.checkpointer.begin(self._num_done)
+            parts.checkpointer.commit(state)
+        parts.checkpointer.wait()
+
+    def _current_state(self) -> RunState | None:
+        """What a checkpoint says of the run; rank 0 only."""
+        if self._world.rank != 0:
+            return None
+        return {
+            **self._run_state(),
+            "step": self._num_done,
+            "weight_version": self._weight_version,
+            "validated_step": self._validated_step,
+            "virtual_s": self._parts.rollout.virtual_s,
+        }
+
+    def resume(self, state: RunState) -> None:
+        """Go on from where a checkpoint was written; the engine has no weights yet."""
+        self._num_done, self._weight_version = state["step"], state["weight_version"]
+        self._validated_step = state["validated_step"]
+        self._parts.rollout.virtual_s = state["virtual_s"]
+
+    @property
+    def num_done(self) -> int:
+        """Optimizer steps so far, those of earlier jobs included."""
+        return self._num_done
+
+    def validate_if_due(self, step: int) -> None:
+        """After `step` steps, where that has not been done; a stop leaves it to the next start."""
+        trainer = self._config.trainer
+        if step == 0:
+            is_due = trainer.val_before_train
+        else:
+            is_due = trainer.test_freq > 0 and (step % trainer.test_freq == 0 or step == self._parts.total_steps)
+        if is_due and self._validated_step != step:
+            with contextlib.suppress(RunStopped):  # the run itself is stopped between two steps
+                self._validate(step)
 
     def validate_last(self, step: int) -> None:
-        """At the end of a run, if validations are due at all and its last step had none."""
+        """At the end of a run, if validations are due at all and its last step had none. Raises RunStopped."""
         if self._config.trainer.test_freq > 0 and self._validated_step != step:
-            self.validate(step)
+            self._validate(step)
 
-    def validate(self, step: int) -> None:
+    def _validate(self, step: int) -> None:
         """Score the engine's weights on the validation prompts; nothing of the training changes by it."""
         parts = self._parts
         if parts.validator is None:
             return
         parts.reporter.on_stage("testing")
-        self._validated_step = step
         with parts.timer.stage("testing"):
             report = parts.validator.run(step, self._weight_version)
+        self._validated_step = step
         if report is not None:
             parts.reporter.write_validation(report)
+
+    def start(self) -> None:
+        """The first refit."""
+        self.refit(self._weight_version)
 
     def refit(self, weight_version: int) -> None:
         """The trained weights into this rank's engine, under a new version."""

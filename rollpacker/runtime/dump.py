@@ -109,6 +109,15 @@ class ReplayRollout:
         self._plan: RoundPlan | None = None
         self._is_open = False
         self.facts = RoundFacts()
+        self.virtual_s = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as plain JSON values."""
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a saved position."""
+        self._next = state["next"]
 
     @property
     def num_steps(self) -> int:

@@ -21,6 +21,7 @@ from rollpacker.rollout.engine import EngineOptions, RolloutEngine, SamplingLaw
 from rollpacker.runtime.rollout import LiveRollout, Placement, place
 from rollpacker.runtime.val_core import ALL_DOMAINS
 from rollpacker.runtime.validation import Validator
+from rollpacker.runtime.watchdog import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def build_rollout(
     dataset: PromptDataset,
     *,
     is_validation: bool = False,
+    wants_to_stop: Callable[[], bool] = lambda: False,
+    heartbeat: Heartbeat | None = None,
 ) -> LiveRollout:
     """A rollout of `dataset` on the engine, with the sampling law of training or of validation."""
     law = config.rollout.val_kwargs if is_validation else config.rollout
@@ -133,6 +136,8 @@ def build_rollout(
         deterministic=config.trainer.deterministic,
         is_validation=is_validation,
         is_raced=config.tail_batching.mode != "off" and not is_validation,
+        wants_to_stop=wants_to_stop,
+        heartbeat=heartbeat,
     )
 
 
@@ -142,9 +147,20 @@ def build_validator(
     inputs: InferenceInputs,
     engine: RolloutEngine,
     on_progress: Callable[[int, int, int], None],
+    wants_to_stop: Callable[[], bool] = lambda: False,
+    heartbeat: Heartbeat | None = None,
 ) -> Validator | None:
     """What validates on data.val_files; None where there are none. `on_progress`: see `Validator`."""
     if inputs.validation is None:
         return None
-    rollout = build_rollout(config, world, inputs, engine, inputs.validation, is_validation=True)
+    rollout = build_rollout(
+        config,
+        world,
+        inputs,
+        engine,
+        inputs.validation,
+        is_validation=True,
+        wants_to_stop=wants_to_stop,
+        heartbeat=heartbeat,
+    )
     return Validator(config, world, rollout, engine, inputs.validation, inputs.tokenizer, on_progress)

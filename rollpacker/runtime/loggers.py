@@ -7,6 +7,7 @@ import importlib.util
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,12 +48,14 @@ def check_loggers(config: Config) -> None:
             )
 
 
-def open_loggers(config: Config, say: Callable[[str], None]) -> list[Logger]:
-    """What trainer.logger lists besides the console; `say` takes a line for the user."""
+def open_loggers(config: Config, say: Callable[[str], None], first_step: int | None = None) -> list[Logger]:
+    """What trainer.logger lists besides the console; `say` takes a line for the user. A run that is gone on with names the
+    first step that it does (again).
+    """
     run_dir = Path(config.trainer.default_local_dir)
     loggers: list[Logger] = []
     if "tensorboard" in config.trainer.logger:
-        loggers.append(TensorBoardFile(run_dir / "tensorboard"))
+        loggers.append(TensorBoardFile(run_dir / "tensorboard", first_step))
     if "wandb" in config.trainer.logger:
         loggers.append(WandbRun(config, run_dir, say))
     return loggers
@@ -66,7 +69,8 @@ class TensorBoardFile:
     of both packages.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int | None = None) -> None:
+        """TensorBoard drops what earlier files have from `first_step` on."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -77,6 +81,9 @@ class TensorBoardFile:
         self._file = (folder / name).open("wb")
         self._records = RecordWriter(self._file)
         self._append(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+        if first_step is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._append(self._event(wall_time=time.time(), step=first_step, session_log=start))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one event, and flush it."""
@@ -90,6 +97,19 @@ class TensorBoardFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:8]
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """The same for a run however often it is gone on with; offline, each time is a run of its own."""
+    path = run_dir / "wandb" / "run_id"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_new_id(), encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 class WandbRun:
@@ -120,9 +140,10 @@ class WandbRun:
         }
         self._run: Any = None
         if config.trainer.wandb_mode == "online":
-            self._call("did not start online", lambda: wandb.init(mode="online", **arguments))
+            same = {"id": _wandb_id(run_dir), "resume": "allow"}
+            self._call("did not start online", lambda: wandb.init(mode="online", **same, **arguments))
         if self._run is None:
-            self._call("did not start", lambda: wandb.init(mode="offline", **arguments))
+            self._call("did not start", lambda: wandb.init(mode="offline", id=_new_id(), **arguments))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Hand the values to wandb's process."""

@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import numbers
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,8 @@ SAMPLE_FIELDS: tuple[str, ...] = (
     "finish_s",
 )
 
+TRACE = "events.trace.json"
+_GROWING = ("metrics.jsonl", "samples.jsonl", "validation.jsonl", TRACE)
 _KNOWN = frozenset(METRIC_NAMES)
 
 
@@ -151,6 +154,32 @@ def prepare_run_dir(path: str | Path, resolved_yaml: str, key: str = "trainer.de
             "directory that you may write, or change its permissions."
         ) from error
     return moved_to
+
+
+def file_sizes(run_dir: Path) -> dict[str, int]:
+    """Bytes of the files that grow with a run, those that exist; `resume_run_dir` takes them back to it."""
+    return {name: (run_dir / name).stat().st_size for name in _GROWING if (run_dir / name).exists()}
+
+
+def resume_run_dir(run_dir: Path, resolved_yaml: str, sizes: Mapping[str, int]) -> None:
+    """Cut what a killed run wrote after its checkpoint off the files, and write config.yaml. Raises ConfigError."""
+    try:
+        for name in _GROWING[:-1]:  # the trace has an end of its own
+            path = run_dir / name
+            size = sizes.get(name, 0)
+            if path.exists() and path.stat().st_size < size:
+                raise ConfigError(
+                    f"{path} has {path.stat().st_size:,} bytes, but {size:,} when the checkpoint was written: rows are "
+                    "missing. Restore it, or start anew with trainer.resume_mode=disable."
+                )
+            if path.exists():
+                os.truncate(path, size)
+        (run_dir / "config.yaml").write_text(resolved_yaml, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.default_local_dir={run_dir}: cannot write there ({error.strerror}: {error.filename}). Change its "
+            "permissions, or mend the disk."
+        ) from error
 
 
 def _first_free(run_dir: Path) -> Path:

@@ -16,6 +16,7 @@ from rollpacker.runtime.console import ProgressDisplay
 from rollpacker.runtime.metrics import MetricsWriter
 from rollpacker.runtime.rollout import Rollout, RoundFacts
 from rollpacker.runtime.validation import ValidationReport
+from rollpacker.runtime.watchdog import Heartbeat
 from rollpacker.training.mismatch import mismatch_advice
 from rollpacker.training.objective import LossSums
 from rollpacker.training.policy_update import UpdateReport
@@ -59,8 +60,15 @@ class StepReporter:
     """Collective at the end of each step; everything else is local."""
 
     def __init__(
-        self, world: World, sinks: Sinks | None, *, max_response_length: int, mismatch_correction: str
+        self,
+        world: World,
+        sinks: Sinks | None,
+        *,
+        max_response_length: int,
+        mismatch_correction: str,
+        heartbeat: Heartbeat,
     ) -> None:
+        self._heartbeat = heartbeat
         self._world = world
         self._mismatch_correction = mismatch_correction
         self._has_warned = self._has_warned_of_race = False
@@ -85,6 +93,7 @@ class StepReporter:
 
     def on_stage(self, name: str) -> None:
         """A stage begins."""
+        self._heartbeat.stage(self._step, name)
         if self._sinks:
             self._sinks.display.stage(self._step, name)
 

@@ -18,6 +18,7 @@ from rollpacker.comm.exchange import EventExchange, QuantumReport
 from rollpacker.comm.samples import Sample
 from rollpacker.comm.world import World
 from rollpacker.data.tasks import Example
+from rollpacker.loop import RunStopped
 from rollpacker.messages import (
     AbortRequest,
     Action,
@@ -34,6 +35,7 @@ from rollpacker.messages import (
 from rollpacker.profiling.trace import Span
 from rollpacker.reward.scheduler import RewardScheduler
 from rollpacker.rollout.engine import RolloutEngine, SamplingLaw
+from rollpacker.runtime.watchdog import Heartbeat
 from rollpacker.types import Request, Response
 
 # Deterministic mode: every quantum has this many engine steps, and a step lasts a virtual millisecond.
@@ -64,6 +66,9 @@ class Rollout(Protocol):
     @property
     def facts(self) -> RoundFacts:
         """Times of the round on this rank."""
+
+    virtual_s: float
+    """The clock of deterministic runs."""
 
 
 @dataclass
@@ -118,8 +123,13 @@ class LiveRollout:
         deterministic: bool,
         is_validation: bool = False,
         is_raced: bool = False,
+        wants_to_stop: Callable[[], bool] = lambda: False,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
-        """`is_raced`: the controller wants to know which requests have got a token."""
+        """`is_raced`: the controller wants to know which requests have got a token. Once `wants_to_stop` holds on any rank,
+        the round is dropped on all of them. `heartbeat` is told what happens.
+        """
+        self._heartbeat = heartbeat or Heartbeat()
         self._engine = engine
         self._exchange = exchange
         self._rewards = rewards
@@ -130,12 +140,13 @@ class LiveRollout:
         self._law = law
         self._is_validation = is_validation
         self._is_raced = is_raced
+        self._wants_to_stop = wants_to_stop
         self._quantum_s = quantum_s
         self._deterministic = deterministic
         self._num_steps = _FIXED_NUM_STEPS if deterministic else 1
         self._step_s = quantum_s
         self._steps_in_quantum = 0
-        self._virtual_s = 0.0
+        self.virtual_s = 0.0  # the clock of deterministic runs; goes on over the rounds, and over a resume
         self._step = 0
         self._is_open = False
         self._responses: dict[int, Response] = {}
@@ -157,7 +168,10 @@ class LiveRollout:
         self.facts.engine_cpu_s = time.thread_time() - start
 
     def events(self, digest: Callable[[], int]) -> Iterator[Event]:
-        """Run quanta and exchange until the round has ended; what is then on the way is folded in too."""
+        """Run quanta and exchange until the round has ended; what is then on the way is folded in too.
+
+        Raises RunStopped when a rank wants to stop and the round is open, at the same quantum on all ranks.
+        """
         start = time.perf_counter()
         while self._is_open:
             self._run_quantum()
@@ -213,7 +227,7 @@ class LiveRollout:
         return self._step << 1 | self._is_validation
 
     def _now(self) -> float:
-        return self._virtual_s if self._deterministic else self._world.now()
+        return self.virtual_s if self._deterministic else self._world.now()
 
     def _run_quantum(self) -> None:
         start, start_cpu = time.perf_counter(), time.thread_time()
@@ -226,7 +240,7 @@ class LiveRollout:
             for response in responses:
                 self._on_response(response)
             num_steps += 1
-            self._virtual_s += _VIRTUAL_STEP_S
+            self.virtual_s += _VIRTUAL_STEP_S
             self._exchange.progress()
             if not self._deterministic:
                 self._collect_rewards(wait=False)
@@ -236,12 +250,13 @@ class LiveRollout:
             self.facts.engine_busy_s += busy_s
             self.facts.engine_cpu_s += time.thread_time() - start_cpu
             self._step_s = busy_s / num_steps
-        self._virtual_s += (self._num_steps - num_steps) * _VIRTUAL_STEP_S
+        self.virtual_s += (self._num_steps - num_steps) * _VIRTUAL_STEP_S
         if not self._engine.num_requests:
             self._mark_idle()
             self._pause()
         self._collect_rewards(wait=self._deterministic)
         self.facts.num_quanta += 1
+        self._heartbeat.quantum()
 
     def _pause(self) -> None:
         """An idle replica keeps joining the exchange, but sleeps until it has news or the others have."""
@@ -320,7 +335,7 @@ class LiveRollout:
         wanted = _FIXED_NUM_STEPS
         if not self._deterministic:
             wanted = min(max(round(self._quantum_s / max(self._step_s, 1e-6)), 1), _MAX_NUM_STEPS)
-        return QuantumReport(digest, self._placement.is_leader, wanted, progress)
+        return QuantumReport(digest, self._placement.is_leader, wanted, progress, self._wants_to_stop())
 
     def _post(self, digest: int) -> None:
         start = time.thread_time()
@@ -334,8 +349,22 @@ class LiveRollout:
         start = time.thread_time()
         quantum = self._exchange.complete()
         self._num_steps = quantum.next_num_steps[self._placement.leader_rank]
-        yield from quantum.events
+        if quantum.is_stopped and self._is_open:
+            self._drop()
+        for event in quantum.events:
+            self._heartbeat.event(event)
+            yield event
         self.facts.control_cpu_s += time.thread_time() - start
+
+    def _drop(self) -> None:
+        """Complete what is outstanding, so that nothing of this round is left in the exchange or in the engine."""
+        while self._exchange.num_outstanding:
+            self._exchange.complete()
+        self._exchange.discard_unsent()
+        self._engine.abort_all()
+        self._is_open = False
+        self._mark_idle()
+        raise RunStopped("the round was dropped")
 
     def _mark_busy(self) -> None:
         if self._busy_since is None:

@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 import sys
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from typing import Any
 
 from rollpacker.comm.groups import ParallelRanks
 from rollpacker.comm.world import World, init_torch_distributed, is_user_terminal
-from rollpacker.config import Config, ConfigError, FilterConfig, TailBatchingConfig
-from rollpacker.config_checks import value_of
+from rollpacker.config import Config, FilterConfig, TailBatchingConfig
 from rollpacker.config_file import to_yaml
-from rollpacker.data.prompts import PromptDataset, PromptOrder, load_examples
-from rollpacker.model_shape import ModelShape, read_model_shape
-from rollpacker.platform.device import Platform, select_platform
+from rollpacker.data.prompts import PromptOrder
 from rollpacker.policy.assembly import Machine, build_controller
 from rollpacker.policy.controller import StepController
 from rollpacker.profiling.capture import build_capture
 from rollpacker.profiling.nvtx import StageTimer
 from rollpacker.profiling.trace import TraceWriter
 from rollpacker.runtime.backend import ClusterBackend, Parts
+from rollpacker.runtime.checkpoint_folder import EXPORTED, MEGATRON
+from rollpacker.runtime.checkpointing import Checkpointer, RunState
+from rollpacker.runtime.checks import Checked
 from rollpacker.runtime.console import ProgressDisplay
-from rollpacker.runtime.dump import ReplayRollout, check_validation_dump
 from rollpacker.runtime.inference import (
-    InferenceInputs,
     build_engine,
     build_rollout,
     build_validator,
-    load_tokenizer,
-    load_validation,
-    start_rewards,
 )
-from rollpacker.runtime.loggers import check_loggers, open_loggers
-from rollpacker.runtime.metrics import MetricsWriter, prepare_run_dir
+from rollpacker.runtime.loggers import open_loggers
+from rollpacker.runtime.metrics import TRACE, MetricsWriter, file_sizes, prepare_run_dir, resume_run_dir
 from rollpacker.runtime.report import Sinks, StepReporter
-from rollpacker.runtime.rollout import Rollout, place
-from rollpacker.training.loss import load_policy_loss
+from rollpacker.runtime.rollout import Rollout
+from rollpacker.runtime.stopping import StopSwitch
+from rollpacker.runtime.watchdog import Heartbeat, Watchdog
+from rollpacker.training.checkpoint import TrainingState
 from rollpacker.training.model import build_model, init_parallel_groups
 from rollpacker.training.optimizer import build_lr_schedule, build_optimizer
 from rollpacker.training.policy_update import PolicyUpdate
@@ -47,136 +43,21 @@ from rollpacker.training.reference import ReferenceWeights
 from rollpacker.training.trainer import Trainer
 from rollpacker.weights.hf import write_hf_folder
 from rollpacker.weights.refit import MegatronWeights
-from rollpacker.weights.reshard import Resharder, bind_engine, load_kernels
-
-
-@dataclass(frozen=True)
-class Checked(InferenceInputs):
-    """What was read and found good before anything expensive starts or anything is written."""
-
-    dataset: PromptDataset
-    replay: ReplayRollout | None
-    total_steps: int
-
-
-def check(config: Config, world: World, shape: ModelShape, *, is_dry_run: bool = False) -> Checked:
-    """Everything else that a user may have got wrong, on every rank. Raises ConfigError."""
-    platform = select_platform(config.trainer.device, is_plan=is_dry_run)
-    _check_device_features(config, platform)
-    _check_refit(config, platform)
-    _check_folders(config)
-    load_policy_loss(config.algorithm)
-    _check_reference(config, shape)
-    if world.rank == 0:
-        check_loggers(config)
-    tokenizer, stop_token_ids = load_tokenizer(config.model.path)
-    dataset = load_examples(
-        config.data.train_files,
-        tokenizer,
-        max_prompt_length=config.data.max_prompt_length,
-        domains=config.data.domains,
-    )
-    placement = place(world.rank, config.rollout.tensor_model_parallel_size)
-    replay, rewards, validation = None, None, None
-    if config.rollout.replay is not None:
-        replay = ReplayRollout(
-            config.rollout.replay, rank=world.rank, world_size=world.size, num_responses=config.rollout.n
-        )
-    else:
-        validation = load_validation(config, tokenizer)
-        rewards = start_rewards(config) if placement.is_leader else None
-    total_steps = _total_steps(config, len(dataset.examples), replay)
-    if config.training.lr_warmup_steps >= total_steps and config.training.lr_warmup_steps > 0:
-        raise ConfigError(
-            f"training.lr_warmup_steps={config.training.lr_warmup_steps} does not leave a step of the {total_steps} in "
-            "this run at the full learning rate; lower it."
-        )
-    inputs = (shape, platform, tokenizer, stop_token_ids, placement, rewards, validation)
-    return Checked(*inputs, dataset, replay, total_steps)
-
-
-def _check_device_features(config: Config, platform: Platform) -> None:
-    """Refuse what this device or this installation does not have."""
-    if config.profiler.nvtx and platform.name != "cuda":
-        raise ConfigError(
-            f"profiler.nvtx=true marks CUDA ranges, but the ranks run on {platform.name}; set it to false."
-        )
-    if config.profiler.tool == "nsys" and platform.name != "cuda":
-        raise ConfigError(
-            f"profiler.tool=nsys records CUDA work, but the ranks run on {platform.name}; use profiler.tool=torch."
-        )
-
-
-def _check_refit(config: Config, platform: Platform) -> None:
-    """The extension must be there, built for this device, and cannot do what the golden path does on the way."""
-    if config.weights.refit == "golden" or config.rollout.replay is not None:  # a replay has no engine to refit
-        return
-    if config.rollout.weight_noise:
-        raise ConfigError(
-            f"rollout.weight_noise={config.rollout.weight_noise:g} is put on whole tensors: set weights.refit=golden."
-        )
-    if not load_kernels().WITH_CUDA and platform.name == "cuda":
-        raise ConfigError(
-            "weights.refit=csrc: the extension rollpacker.weights._reshard was built without CUDA (no nvcc was found). Build "
-            "it where there is one, with ROLLPACKER_CUDA=ON (docs/refit.md), or set weights.refit=golden."
-        )
-
-
-def _check_folders(config: Config) -> None:
-    """An earlier run is moved aside, so nothing that this run reads may lie in it; and dumps of two runs never mix."""
-    run_dir = Path(config.trainer.default_local_dir).absolute()
-    inputs = [(key, value_of(config, key)) for key in ("model.path", "model.reference_path", "rollout.replay")]
-    inputs += [("data.train_files", file) for file in config.data.train_files]
-    inputs += [("data.val_files", file) for file in config.data.val_files]
-    for dotted, path in inputs:
-        if path is not None and Path(path).absolute().is_relative_to(run_dir):
-            raise ConfigError(
-                f"{dotted}={path} lies in trainer.default_local_dir={config.trainer.default_local_dir}, which is moved "
-                "aside when the run starts. Choose another run directory."
-            )
-    dump = config.trainer.rollout_data_dir
-    if dump is not None and not _goes_with(run_dir, dump) and any(Path(dump).glob("step_*")):
-        raise ConfigError(
-            f"trainer.rollout_data_dir={dump} holds the steps of an earlier run. Remove them, or choose another folder."
-        )
-    dump = config.trainer.validation_data_dir
-    if dump is not None and not _goes_with(run_dir, dump):
-        check_validation_dump(dump, "[0-9]*.jsonl")
-
-
-def _goes_with(run_dir: Path, folder: str) -> bool:
-    """Whether a folder lies in an earlier run's directory, and so is moved aside with it."""
-    return (run_dir / "metrics.jsonl").exists() and Path(folder).absolute().is_relative_to(run_dir)
-
-
-def _check_reference(config: Config, shape: ModelShape) -> None:
-    path = config.model.reference_path
-    if path is not None and read_model_shape(path, "model.reference_path=") != shape:
-        raise ConfigError(
-            f"model.reference_path={path} has another shape than model.path={config.model.path}: a reference is swapped "
-            "into the model in training, so both must be alike."
-        )
-
-
-def _total_steps(config: Config, num_prompts: int, replay: ReplayRollout | None) -> int:
-    """Steps that the learning rate and the display reckon with: the cap, else until the prompts (or the dump) are used up.
-
-    A filter uses prompts up faster; a dump of a run that was cut short ends before the run's cap.
-    """
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
-    if replay is not None:
-        return replay.num_steps
-    return math.ceil(num_prompts * config.trainer.total_epochs / config.data.train_batch_size)
+from rollpacker.weights.reshard import Resharder, bind_engine
 
 
 class Worker:
     """One rank's program: build, run, export."""
 
-    def __init__(self, config: Config, world: World, checked: Checked) -> None:
+    def __init__(self, config: Config, world: World, checked: Checked, stop: StopSwitch) -> None:
+        resume = checked.resume
+        if resume is not None:
+            world = world.continued(resume.run_state["elapsed_s"])
         self.config = config
         self.world = world
         self.checked = checked
+        self.stop = stop
+        self.heartbeat = Heartbeat()
         self.moved_aside: Path | None = None
         self.run_dir = Path(config.trainer.default_local_dir)
         platform = checked.platform
@@ -186,36 +67,50 @@ class Worker:
         model = build_model(checked.shape, config.training, platform, self.ranks)
         self.weights = MegatronWeights(model, checked.shape, self.ranks)
         self.reference = self._load_reference(model)
-        world.agree(lambda: self.weights.import_hf(config.model.path))
-        self.trainer = self._build_trainer(model, self.ranks)
+        if resume is None:
+            world.agree(lambda: self.weights.import_hf(config.model.path))
+        self.trainer, training_state = self._build_trainer(model, self.ranks)
+        self.checkpointer = Checkpointer(self.run_dir / "checkpoints", world, training_state, config)
+        if resume is not None:
+            training_state.load(resume.folder / MEGATRON)
         self.engine = None if checked.replay is not None else build_engine(config, platform)
         self._resharder = self._build_resharder()
-        self.controller = self._build_controller()
+        self.controller = world.agree(self._build_controller)
         # Last of all, so that a run that cannot start neither writes a run directory nor moves an earlier one aside.
         self._sinks = world.agree(self._open_sinks)
         self.backend = self._build_backend()
-        self.backend.refit(0)
+        if resume is not None:
+            self.backend.resume(resume.run_state)
+        self.backend.start()
+        self._watchdog = self._start_watchdog()
 
     @property
     def display(self) -> ProgressDisplay | None:
         """What the user sees; rank 0 only."""
         return self._sinks.display if self._sinks else None
 
-    def model_folder(self, step: int) -> Path:
-        """Where the model of a step is exported to."""
-        return self.run_dir / "checkpoints" / f"step_{step}" / "huggingface"
-
-    def export_model(self, step: int) -> None:
-        """Write the trained weights as a Hugging Face folder. Collective; rank 0 writes."""
+    def export_model(self, step: int) -> Path:
+        """Write the trained weights as a Hugging Face folder; where. Collective; rank 0 writes."""
+        folder = self.run_dir / "checkpoints" / f"step_{step}" / EXPORTED
         tensors = self.weights.export_hf()
         if self.world.rank == 0:
-            write_hf_folder(self.model_folder(step), self.config.model.path, tensors)
+            write_hf_folder(folder, self.config.model.path, tensors)
         else:
             for _ in tensors:
                 pass
+        return folder
+
+    def save_stopped(self) -> None:
+        """The checkpoint of a run that was asked to stop."""
+        reasons = [reason for reason in self.world.comm.allgather(self.stop.reason) if reason is not None]
+        if self.display is not None:
+            step = self.backend.num_done
+            self.display.note(f"stopping ({reasons[0] if reasons else 'asked to'}); saving the state after step {step}")
+        self.backend.save_stopped()
 
     def close(self) -> None:
         """End the reward workers and finish the files."""
+        self._watchdog.stop()
         if self.checked.rewards is not None:
             self.checked.rewards.close()
         if self._sinks is not None:
@@ -224,11 +119,28 @@ class Worker:
             if self._sinks.trace is not None:
                 self._sinks.trace.close()
 
+    def _start_watchdog(self) -> Watchdog:
+        """Reports of one job lie together, apart from those of an earlier one."""
+        if self.checked.rewards is not None:
+            self.heartbeat.num_rewards_out = lambda: self.checked.rewards.num_outstanding
+        began = self.world.comm.bcast(time.strftime("%Y%m%d-%H%M%S"))
+        watchdog = Watchdog(
+            self.heartbeat, self.world, self.run_dir / "stall" / began, self.config.trainer.stall_timeout_s
+        )
+        watchdog.start()
+        return watchdog
+
     def _open_sinks(self) -> Sinks | None:
         if self.world.rank != 0:
             return None
         trainer = self.config.trainer
-        self.moved_aside = prepare_run_dir(self.run_dir, to_yaml(self.config))
+        resume = self.checked.resume
+        if resume is not None and resume.is_in_place:
+            sizes = resume.run_state["file_sizes"]
+            resume_run_dir(self.run_dir, to_yaml(self.config), sizes)
+        else:
+            sizes = {}
+            self.moved_aside = prepare_run_dir(self.run_dir, to_yaml(self.config))
         is_terminal, width = is_user_terminal()
         display = ProgressDisplay(
             self.checked.total_steps,
@@ -237,8 +149,10 @@ class Worker:
             stream=sys.stdout if "console" in trainer.logger else io.StringIO(),
         )
         return Sinks(
-            metrics=MetricsWriter(self.run_dir, open_loggers(self.config, display.note)),
-            trace=TraceWriter(self.run_dir / "events.trace.json") if self.config.profiler.trace else None,
+            metrics=MetricsWriter(
+                self.run_dir, open_loggers(self.config, display.note, None if resume is None else resume.step + 1)
+            ),
+            trace=TraceWriter(self.run_dir / TRACE, resume_at=sizes.get(TRACE)) if self.config.profiler.trace else None,
             display=display,
         )
 
@@ -250,18 +164,22 @@ class Worker:
         self.world.agree(lambda: self.weights.import_hf(path))
         return ReferenceWeights(model)
 
-    def _build_trainer(self, model: Any, ranks: ParallelRanks) -> Trainer:
+    def _build_trainer(self, model: Any, ranks: ParallelRanks) -> tuple[Trainer, TrainingState]:
         training, platform = self.config.training, self.checked.platform
         optimizer = build_optimizer(model, training, platform)
         schedule = build_lr_schedule(optimizer, training, self.checked.total_steps)
-        return Trainer(model, optimizer, schedule, self.config, self.checked.shape, ranks, platform)
+        trainer = Trainer(model, optimizer, schedule, self.config, self.checked.shape, ranks, platform)
+        return trainer, TrainingState(model, optimizer, schedule, ranks, platform)
 
     def _build_controller(self) -> StepController:
         config, replay = self.config, self.checked.replay
         if replay is not None:  # a dump holds what its run has trained
             config = dataclasses.replace(config, filter=FilterConfig(), tail_batching=TailBatchingConfig())
         order = PromptOrder.from_config(self.checked.dataset.examples, config, config.data.domains)
-        return build_controller(config, replay or order, Machine(self.world.size))
+        controller = build_controller(config, replay or order, Machine(self.world.size))
+        if self.checked.resume is not None:
+            controller.load_state_dict(self.checked.resume.run_state["controller"])
+        return controller
 
     def _build_backend(self) -> ClusterBackend:
         config, world = self.config, self.world
@@ -273,10 +191,19 @@ class Worker:
             self._sinks,
             max_response_length=config.data.max_response_length,
             mismatch_correction=config.algorithm.mismatch_correction,
+            heartbeat=self.heartbeat,
         )
         validator = None
         if self.engine is not None:
-            validator = build_validator(config, world, self.checked, self.engine, reporter.on_progress)
+            validator = build_validator(
+                config,
+                world,
+                self.checked,
+                self.engine,
+                reporter.on_progress,
+                lambda: self.stop.drops_round,
+                self.heartbeat,
+            )
         parts = Parts(
             rollout=self._build_rollout(),
             engine=self.engine,
@@ -286,12 +213,23 @@ class Worker:
             ranks=self.ranks,
             timer=StageTimer(world.rank, world.now, nvtx=config.profiler.nvtx, capture=capture),
             reporter=reporter,
-            export_model=self.export_model,
+            checkpointer=self.checkpointer,
+            stop=self.stop,
             platform=self.checked.platform,
             validator=validator,
             total_steps=self.checked.total_steps,
         )
-        return ClusterBackend(parts, config, world, lambda: self.controller.digest)
+        return ClusterBackend(parts, config, world, lambda: self.controller.digest, self._run_state)
+
+    def _run_state(self) -> RunState:
+        """What a checkpoint says of the run, besides where the backend stands."""
+        return {
+            "elapsed_s": self.world.now(),
+            "file_sizes": file_sizes(self.run_dir),
+            "controller": self.controller.state_dict(),
+            "config": dataclasses.asdict(self.config),
+            "model_shape": dataclasses.asdict(self.checked.shape),
+        }
 
     def _build_resharder(self) -> Resharder | None:
         config = self.config
@@ -304,4 +242,12 @@ class Worker:
         if self.checked.replay is not None:
             return self.checked.replay
         assert self.engine is not None, "a live rollout has an engine"
-        return build_rollout(self.config, self.world, self.checked, self.engine, self.checked.dataset)
+        return build_rollout(
+            self.config,
+            self.world,
+            self.checked,
+            self.engine,
+            self.checked.dataset,
+            wants_to_stop=lambda: self.stop.drops_round,
+            heartbeat=self.heartbeat,
+        )

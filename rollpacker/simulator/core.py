@@ -66,6 +66,9 @@ class SimulatedBackend:
 
     # --- the rollout ---
 
+    def between_steps(self) -> None:
+        """A simulated run is not stopped."""
+
     def launch(self, plan: RoundPlan) -> None:
         """Hand the round's requests to the replicas; an engine of a new size is built first, once."""
         size = plan.tensor_model_parallel_size

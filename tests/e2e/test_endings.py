@@ -126,3 +126,19 @@ def test_a_reward_that_fails_costs_its_sample_only(tmp_path: Path) -> None:
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert len(samples) == 4 * 8
     assert sum(s["reward"] == 0.0 for s in samples) == row["reward/error_count"]
+
+
+def test_a_rank_that_stops_answering_is_named(tmp_path: Path) -> None:
+    """SIGSTOP: its own watchdog is stopped, too; the others say so in bounded time and end the job."""
+    folder = tmp_path / "run"
+    job = Job(folder, "trainer.stall_timeout_s=6")
+    os.kill(job.rank_pids()[1], signal.SIGSTOP)
+    code, stderr, seconds = job.end(timeout_s=90)
+    assert code == 1
+    assert seconds < 30
+    assert "nothing has happened for 6 s" in stderr
+    assert "Suspect: rank(s) 1, which do not answer at all" in stderr, stderr[-2000:]
+    (report,) = (folder / "stall").glob("*/rank_0.txt")
+    text = report.read_text()
+    assert "exchange.py" in text and "Last events:" in text
+    job.assert_nothing_is_left()

@@ -37,6 +37,7 @@ class Grid:
             training.pipeline_model_parallel_size,
             training.use_distributed_optimizer,
             training.recompute_granularity,
+            training.dtype,
         )
         if key not in cls._models:
             shape = read_model_shape(str(folder))

@@ -59,6 +59,9 @@ class ShuffledBackend:
         self.streamed: list[str] = []
         self.weight_version = 0
 
+    def between_steps(self) -> None:
+        """Nobody stops it."""
+
     def launch(self, plan: RoundPlan) -> None:
         self.is_open = True
         self.streamed = []

@@ -56,6 +56,9 @@ class ScriptedBackend:
         self.rejected: list[str] = []
         self.num_launched: list[int] = []
 
+    def between_steps(self) -> None:
+        """Nobody stops it."""
+
     def launch(self, plan: RoundPlan) -> None:
         self.is_open, self.pending = True, []
         self.num_launched.append(0)
