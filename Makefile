@@ -3,7 +3,7 @@
 #   make test      every check that needs no GPU
 #   make env       the set-up alone: system packages, .venv, the package, the demo's model and data
 #   make smollm2   SmolLM2-135M-Instruct in assets/smollm2, for configs/smollm2_cpu.yaml
-#   make unit | test-csrc | test-paper | test-torch | test-mpi-N | test-e2e | lint     parts of `make test`
+#   make unit | test-csrc | test-paper | test-torch | test-mpi-N | test-e2e | test-slurm | lint     parts of `make test`
 #   make paper     the paper's tables and figures, simulated; writes outputs/paper
 #   make bench     speed: against TRL on the same task, tail batching against off, the refit; writes bench*.json
 #   make soak      tail batching for 200 rounds on each of 1, 2, 4 ranks x rollout TP 1, 2; soak-RANKS-TP one of them
@@ -35,7 +35,7 @@ CSRC_TEST := PATH="$(abspath $(BIN)):$$PATH" sh -ec 'folder=$$1; shift; \
   cmake -S csrc -B $$folder -GNinja -DROLLPACKER_PYTHON=OFF -DROLLPACKER_TESTS=ON "$$@" >/dev/null; \
   cmake --build $$folder; ctest --test-dir $$folder --output-on-failure' csrc
 
-.PHONY: env demo smollm2 paper test unit test-csrc test-paper test-torch test-e2e lint bench soak lock clean
+.PHONY: env demo smollm2 paper test unit test-csrc test-paper test-torch test-e2e test-slurm slurm-tools lint bench soak lock clean
 
 env: $(DEMO).ready
 
@@ -44,7 +44,7 @@ demo: env
 
 smollm2: $(SMOLLM2).ready
 
-test: env lint unit test-csrc test-paper test-torch test-mpi-1 test-mpi-2 test-mpi-4 test-e2e
+test: env lint unit test-csrc test-paper test-torch test-mpi-1 test-mpi-2 test-mpi-4 test-e2e test-slurm
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/unit tests/test_layering.py tests/test_limits.py
@@ -68,10 +68,15 @@ test-mpi-%: $(VENV)/.ready
 test-e2e: env smollm2
 	$(BIN)/python -m pytest tests/e2e
 
-lint: $(VENV)/.ready
+# On a Slurm cluster of fake nodes that the tests bring up and down; they skip where Slurm's daemons are missing.
+test-slurm: env | slurm-tools
+	$(BIN)/python -m pytest -rs tests/slurm
+
+lint: $(VENV)/.ready | slurm-tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	if command -v shellcheck >/dev/null; then shellcheck -x slurm/*.sh tests/gpu/run.sh; fi
 
 bench: env
 	$(BIN)/python benchmarks/run.py
@@ -85,17 +90,25 @@ soak-%: $(VENV)/.ready
 	  --rounds $(ROUNDS) --rollout-tp $(lastword $(subst -, ,$*)) --timeout 3600
 
 # The set-up, in cached stages; each stamp is renewed when what it was made from changes.
+# $(APT_INSTALL) PACKAGE...: with root, or with sudo where it asks for no password; fails otherwise.
+APT_INSTALL := sh -c 'sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; echo "Installing $$* ..."; $$sudo apt-get update -qq && \
+  $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$$@" >/dev/null' apt
+
 $(VENV)/.mpi:
-	@command -v mpirun >/dev/null && command -v mpicc >/dev/null || { \
-	  if [ "$$(id -u)" = 0 ]; then sudo=""; else sudo="sudo -n"; fi; \
-	  echo "Installing Open MPI (openmpi-bin, libopenmpi-dev) ..."; \
-	  { $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive \
-	      apt-get install -y -qq --no-install-recommends openmpi-bin libopenmpi-dev gcc g++ python3-venv python3-dev >/dev/null; } || { \
+	@command -v mpirun >/dev/null && command -v mpicc >/dev/null || \
+	  $(APT_INSTALL) openmpi-bin libopenmpi-dev gcc g++ python3-venv python3-dev || { \
 	    echo "Open MPI is missing and could not be installed without root. Ask for the packages openmpi-bin and" \
-	         "libopenmpi-dev (Debian, Ubuntu), or on a cluster: module load openmpi. Then run make again." >&2; exit 1; }; }
+	         "libopenmpi-dev (Debian, Ubuntu), or on a cluster: module load openmpi. Then run make again." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@mkdir -p $(VENV) && touch $@
+
+# What only tests/slurm and the check of shell scripts need; without it they are left out.
+slurm-tools:
+	@PATH="$$PATH:/usr/sbin"; { command -v slurmd && command -v munged && command -v shellcheck; } >/dev/null || \
+	  $(APT_INSTALL) slurm-wlm munge shellcheck || \
+	  echo "Slurm's daemons or shellcheck are missing and could not be installed without root (Debian, Ubuntu: slurm-wlm," \
+	       "munge, shellcheck). What needs them is skipped." >&2
 
 $(VENV)/.packages: requirements/cpu.lock | $(VENV)/.mpi
 	$(PYTHON) -m venv $(VENV)

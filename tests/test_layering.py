@@ -38,6 +38,9 @@ PURE = (
     "data/packing.py",
     "data/prompts.py",
     "data/tasks.py",
+    "doctor/facts.py",
+    "doctor/verdict.py",
+    "launch/*.py",
     "profiling/bubble_report/*.py",
     "profiling/bubbles.py",
     "profiling/trace.py",
@@ -78,7 +81,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(MECHANISMS, FACTS | BASE),
     "runtime": FACTS | BASE | MECHANISMS | {"policy", "loop"},
     "simulator": FACTS | BASE | {"policy", "loop"},
-    "cli": FACTS | BASE | MECHANISMS | {"loop", "runtime", "simulator"},
+    "launch": FACTS,
+    "doctor": FACTS | {"comm", "weights"},
+    "cli": FACTS | BASE | MECHANISMS | {"loop", "runtime", "simulator", "launch", "doctor"},
     "__main__": {"cli"},
 }
 OWNERS = {

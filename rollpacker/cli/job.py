@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rollpacker.cli.terminal import add_config_arguments
 from rollpacker.config import ConfigError
+from rollpacker.doctor.slurm import lacks_pmi
 
 if TYPE_CHECKING:
     from rollpacker.comm.world import World
@@ -26,7 +27,8 @@ def run_on_ranks(arguments: argparse.Namespace, body: Callable[[World], int]) ->
 
     A ConfigError that all ranks agree on is told once, by rank 0; one that only this rank has seen ends the job.
     """
-    _prepare_process()
+    check_pmi()
+    prepare_process()
     from rollpacker.reward.scheduler import start_forkserver
 
     start_forkserver()  # before MPI_Init: forking afterwards is unsafe on InfiniBand
@@ -46,7 +48,16 @@ def run_on_ranks(arguments: argparse.Namespace, body: Callable[[World], int]) ->
         return 2
 
 
-def _prepare_process() -> None:
+def check_pmi() -> None:
+    """Refuse a start by srun in which MPI would abort before any check; call it before mpi4py is imported."""
+    if lacks_pmi():
+        raise ConfigError(
+            "srun started this without --mpi=pmix, so that ranks cannot find each other. Add it (srun --mpi=list shows what "
+            "this Slurm has; without pmix use mpirun inside the job)."
+        )
+
+
+def prepare_process() -> None:
     """One OpenMP thread per rank, and silence from libraries that talk to users about themselves; before torch loads."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from rollpacker import __version__
-from rollpacker.cli import convert, paper, plan, simulate, suggest, train
+from rollpacker.cli import convert, doctor, launch, paper, plan, simulate, suggest, train
 from rollpacker.cli import eval as evaluate
 from rollpacker.config import ConfigError
 from rollpacker.config_file import is_overlay
@@ -18,6 +18,8 @@ _COMMANDS = {
     "paper": paper,
     "suggest": suggest,
     "plan": plan,
+    "launch": launch,
+    "doctor": doctor,
     "convert": convert,
 }
 

@@ -34,3 +34,12 @@ def test_a_failed_build_leaves_no_old_module(tmp_path: Path, cuda: str) -> None:
     assert "rollpacker.weights._reshard" in result.stderr
     assert list(tmp_path.rglob("*.so")) == []
     assert (result.returncode == 0) == (cuda == "AUTO"), result.stderr
+
+
+def test_the_package_carries_what_its_batch_scripts_source(tmp_path: Path) -> None:
+    """A link in a checkout, a file once installed."""
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True)
+    installed = tmp_path / "rollpacker" / "launch" / "common.sh"
+    assert not installed.is_symlink()
+    assert installed.read_text() == (REPOSITORY / "slurm" / "common.sh").read_text()
