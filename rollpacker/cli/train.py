@@ -119,6 +119,7 @@ def _train(worker: Worker) -> int:
     except RunStopped:
         is_stopped, num_steps = True, backend.num_done
         worker.save_stopped()
+        worker.stop.ignore_signals()
     finally:
         worker.close()
     if display is not None:

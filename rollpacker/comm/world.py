@@ -7,6 +7,7 @@ reads facts about the launcher.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import os
 import socket
@@ -26,6 +27,7 @@ from rollpacker.config import ConfigError
 
 T = TypeVar("T")
 _ABORT_DELAY_S = 2.0
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 class JobError(RuntimeError):
@@ -95,9 +97,12 @@ def _abort_job_on_exception(comm: MPI.Comm, hostname: str) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         why = "was interrupted" if issubclass(kind, KeyboardInterrupt) else "died"
-        what = str(error) if issubclass(kind, JobError) else f"{kind.__name__}: {error}"
+        is_disk = isinstance(error, OSError) and error.errno in _DISK_ERRORS
+        what = str(error) if isinstance(error, JobError) else f"{kind.__name__}: {error}"
+        if is_disk:
+            what += ". Mend or empty that disk; the same command then goes on from the newest checkpoint."
         sys.stderr.write(f"rollpacker: rank {comm.rank} on {hostname} {why}: {what}\n")
-        if not issubclass(kind, KeyboardInterrupt | JobError):
+        if not is_disk and not issubclass(kind, KeyboardInterrupt | JobError):
             traceback.print_exception(kind, error, trace)
         sys.stderr.flush()
         # Another rank's death may be what raised here; this leaves the launcher the time to notice and name that one.

@@ -63,9 +63,9 @@ class CheckpointFolder:
         return self.root / f"step_{step}{_PARTIAL}"
 
     def prepare(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` to. Raises OSError."""
+        """An empty folder to write the checkpoint of `step` to; what was never finished goes. Raises OSError."""
         folder = self.partial(step)
-        shutil.rmtree(folder, ignore_errors=True)
+        self._remove_partial()
         (folder / MEGATRON).mkdir(parents=True)
         return folder
 
@@ -89,8 +89,7 @@ class CheckpointFolder:
 
         Exported weights stay.
         """
-        for folder in self.root.glob(f"step_*{_PARTIAL}"):
-            shutil.rmtree(folder, ignore_errors=True)
+        self._remove_partial()
         for step in self.steps()[keep_last:] if keep_last else []:
             folder = self.path(step)
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed counts as none
@@ -99,6 +98,10 @@ class CheckpointFolder:
                     shutil.rmtree(inner) if inner.is_dir() else inner.unlink()
             if not any(folder.iterdir()):
                 folder.rmdir()
+
+    def _remove_partial(self) -> None:
+        for folder in self.root.glob(f"step_*{_PARTIAL}"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, newest first; the one that `latest` names foremost."""

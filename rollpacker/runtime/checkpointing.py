@@ -62,7 +62,7 @@ class _Save:
 
     step: int
     thread: threading.Thread | None = None
-    error: OSError | None = None
+    error: Exception | None = None
     run_state: RunState | None = None
     may_commit: threading.Event = field(default_factory=threading.Event)
 
@@ -93,7 +93,7 @@ class Checkpointer:
                 self._write_mine(folder, pending)
                 if self._world.rank == 0:
                     self._complete(save, folder, pending)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 (torch makes a RuntimeError of a full disk; `check` tells it)
                 save.error = error
 
         save.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
@@ -165,14 +165,24 @@ class Checkpointer:
         if error is not None:
             self._refuse(error, step)
 
-    def _refuse(self, error: OSError, step: int) -> None:
+    def _refuse(self, error: Exception, step: int) -> None:
         earlier = [s for s in self._folder.steps() if s != step]
         kept = f"step_{earlier[0]} is untouched" if earlier else "there is no earlier one"
         raise JobError(
-            f"the checkpoint of step {step} could not be written to {self._folder.root}: {error.strerror or error}"
-            f"{f' ({error.filename})' if error.filename else ''}. {kept[0].upper()}{kept[1:]}; free space or mend the disk, "
+            f"the checkpoint of step {step} could not be written to {self._folder.root}: {_disk_error(error)}. "
+            f"{kept[0].upper()}{kept[1:]}; free space or mend the disk, "
             "then start the same command again."
         ) from error
+
+
+def _disk_error(error: BaseException) -> str:
+    """What the disk said, be it behind what a library made of it."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    if seen is None:
+        return f"{type(error).__name__}: {error}"
+    return f"{seen.strerror or seen}{f' ({seen.filename})' if seen.filename else ''}"
 
 
 def find_resume_point(config: Config, world: World, *, is_dry_run: bool = False) -> ResumePoint | None:

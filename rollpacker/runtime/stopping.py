@@ -13,9 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from rollpacker.comm.world import World
 from rollpacker.loop import RunStopped
+
+if TYPE_CHECKING:
+    from rollpacker.comm.world import World
 
 _NUM_STEPS = 5  # whose seconds say what the next step takes
 
@@ -36,6 +39,14 @@ class StopSwitch:
         """Take over the signals; in the main thread."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._on_signal)
+
+    @staticmethod
+    def ignore_signals() -> None:
+        """Everything is saved: only an exit code is still to come. srun --kill-on-bad-exit sends SIGTERM to all ranks as soon
+        as the first has left, and while Python ends it would kill: handlers are reset then, what is ignored stays so.
+        """
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name

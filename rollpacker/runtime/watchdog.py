@@ -21,9 +21,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rollpacker.comm.world import World
 from rollpacker.messages import EngineProgress, Event
+
+if TYPE_CHECKING:
+    from rollpacker.comm.world import World
 
 _GRACE_S = 5.0
 """For the other ranks to say where they stand."""

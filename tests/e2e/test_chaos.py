@@ -44,6 +44,7 @@ class Chaos:
             f"trainer.default_local_dir={folder}",
         )
         self.random = random.Random(seed)
+        self.began_s = 0.0
         self.log = folder.with_suffix(".log")
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -55,7 +56,7 @@ class Chaos:
 
     def kill_once(self, *, while_saving: bool) -> str | None:
         """Start, kill; where the kill hit. None if the run was done before."""
-        before = len(self.rows())
+        before, self.began_s = len(self.rows()), time.time()
         job = self.start()
         while job.poll() is None and len(self.rows()) == before and not self.is_saving():
             time.sleep(0.02)
@@ -64,7 +65,7 @@ class Chaos:
             time.sleep(0.001)
         where = "saving" if self.is_saving() else "elsewhere"
         pids = self.pids(job.pid)
-        victims = self.random.choice(([job.pid], pids, [self.random.choice(pids)] if pids else [job.pid]))
+        victims = self.random.choice(([job.pid], pids, [self.random.choice(pids)])) if pids else [job.pid]
         for pid in victims:
             kill(pid)
         was_done = job.wait(timeout=60) == 0
@@ -77,7 +78,12 @@ class Chaos:
         return path.read_text().splitlines() if path.exists() else []
 
     def is_saving(self) -> bool:
-        return any((self.folder / "checkpoints").glob("step_*.partial"))
+        """Whether this start (a kill leaves such folders behind) is writing a checkpoint."""
+        for folder in (self.folder / "checkpoints").glob("step_*.partial"):
+            with contextlib.suppress(FileNotFoundError):
+                if folder.stat().st_mtime > self.began_s:
+                    return True
+        return False
 
     def pids(self, mpirun: int) -> list[int]:
         marker = f"ROLLPACKER_TEST_JOB={self.folder}\0".encode()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import ENVIRONMENT, REPOSITORY, train, train_command
+from commands import ENVIRONMENT, REPOSITORY, read_jsonl, train, train_command
+
+from rollpacker.runtime.checkpoint_folder import CheckpointFolder, damage
 
 
 class Job:
@@ -119,8 +123,6 @@ def test_a_reward_that_fails_costs_its_sample_only(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "reward failed" in result.stdout
-    from commands import read_jsonl
-
     row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["reward/error_count"] > 0
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
@@ -142,3 +144,68 @@ def test_a_rank_that_stops_answering_is_named(tmp_path: Path) -> None:
     text = report.read_text()
     assert "exchange.py" in text and "Last events:" in text
     job.assert_nothing_is_left()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 24 MiB: a few checkpoints of the demo's model."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small file system cannot be mounted here (needs root)")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_run_by_name_and_harms_nothing(small_disk: Path) -> None:
+    """All checkpoints are kept, so the disk fills up; the newest is whole, and with room the run goes on from it."""
+    folder = small_disk / "run"
+    arguments = ("trainer.save_freq=1", "trainer.total_training_steps=9", f"trainer.default_local_dir={folder}")
+    start = time.monotonic()
+    result = train(2, *arguments)
+    assert time.monotonic() - start < 100
+    assert result.returncode == 1
+    assert "No space left on device" in result.stderr, result.stderr[-3000:]
+    assert "Traceback" not in result.stderr, result.stderr[-3000:]
+    checkpoints = CheckpointFolder(folder / "checkpoints")
+    newest = checkpoints.steps()[0]
+    assert damage(checkpoints.path(newest)) is None
+    assert newest >= 2
+    for step in checkpoints.steps()[1:]:
+        shutil.rmtree(checkpoints.path(step))
+    resumed = train(2, *arguments, "trainer.keep_last=1", f"trainer.total_training_steps={newest + 1}")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert checkpoints.steps() == [newest + 1]
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused(small_disk: Path) -> None:
+    folder = small_disk / "run"
+    first = train(1, "trainer.total_training_steps=1", f"trainer.default_local_dir={folder}")
+    assert first.returncode == 0, first.stderr[-3000:]
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for mode in ("auto", "disable"):
+        result = train(2, f"trainer.resume_mode={mode}", f"trainer.default_local_dir={folder}", "trainer.save_freq=1")
+        assert result.returncode == 2, result.stderr[-3000:]
+        assert f"trainer.default_local_dir={folder}: cannot write there (Read-only file system" in result.stderr
+
+
+def test_the_end_of_the_jobs_time_stops_and_saves(tmp_path: Path) -> None:
+    """No signal: the launcher says when the job ends, and the run is over before it."""
+    folder = tmp_path / "run"
+    end = int(time.time()) + 60
+    command = train_command(
+        2,
+        "trainer.total_training_steps=100000",
+        "trainer.save_deadline=25",
+        "trainer.save_freq=-1",
+        f"trainer.default_local_dir={folder}",
+    )
+    environment = {**ENVIRONMENT, "SLURM_JOB_END_TIME": str(end)}
+    result = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert time.time() < end - 10
+    assert result.returncode == 3, result.stderr[-3000:]
+    assert "before trainer.save_deadline, and a step takes" in result.stdout
+    assert CheckpointFolder(folder / "checkpoints").steps() == [len(read_jsonl(folder / "metrics.jsonl"))]

@@ -1,0 +1,117 @@
+"""Real training on a real Slurm, stopped in the ways in which clusters stop jobs: it goes on by itself to the same end.
+
+Deterministic runs in `paper` mode, compared with one that nobody disturbed: metrics (times apart), samples, and the state of
+the controller with its queue. All four jobs run one after another on the two nodes' few cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster
+from jobs import REPOSITORY, Job, Jobs
+
+sys.path.insert(0, str(REPOSITORY / "tests" / "e2e"))
+
+from commands import read_jsonl
+
+DEMO = "slurm/train_demo.sh"
+NUM_STEPS = 120
+ARGUMENTS = [
+    f"trainer.total_training_steps={NUM_STEPS}",
+    "trainer.deterministic=true",
+    "tail_batching.mode=paper",
+    "data.train_batch_size=4",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "trainer.logger=[console]",
+    "profiler.trace=false",
+]
+ONE_RANK_A_NODE = "--ntasks-per-node=1"
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """All that a run has reached, times apart."""
+    metrics = read_jsonl(run / "metrics.jsonl")
+    latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+    return {
+        "metrics": [
+            {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/", "bubble/"))} for row in metrics
+        ],
+        "samples": read_jsonl(run / "samples.jsonl"),
+        "controller": json.loads((latest / "run.json").read_text())["controller"],
+    }
+
+
+def submit(jobs: Jobs, run: Path, *arguments: str, options: tuple[str, ...] = ()) -> Job:
+    return jobs.submit(ONE_RANK_A_NODE, *options, DEMO, *ARGUMENTS, f"trainer.default_local_dir={run}", *arguments)
+
+
+def wait_for_rows(run: Path, number: int, job: Job, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    path = run / "metrics.jsonl"
+    while not path.exists() or len(path.read_text().splitlines()) < number:
+        assert time.monotonic() < deadline, job.log()[-5000:]
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = submit(Jobs(cluster, folder), folder / "run").wait(timeout_s=280)
+    assert (ended.code, ended.num_restarts) == (0, 0), ended.log[-5000:]
+    return outcome(folder / "run")
+
+
+def test_a_job_that_meets_its_time_limit_goes_on(jobs: Jobs, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """`sbatch --time=1 --signal=USR1@...`: saved before the limit, requeued, resumed. Slurm's limits are minutes."""
+    run = tmp_path / "run"
+    slow = f"trainer.total_training_steps={NUM_STEPS}"
+    job = submit(jobs, run, slow, options=("--time=1", "--signal=USR1@25"))
+    ended = job.wait(timeout_s=280)
+    assert ended.code == 0, ended.log[-5000:]
+    assert ended.num_restarts >= 1, ended.log[-5000:]
+    assert "stopped by a signal after saving: requeueing" in ended.log
+    assert outcome(run) == undisturbed
+
+
+def test_a_preempted_job_goes_on(jobs: Jobs, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """SIGTERM at the ranks, as a preemption with a grace time sends it."""
+    run = tmp_path / "run"
+    job = submit(jobs, run)
+    wait_for_rows(run, 5, job)
+    assert jobs.cluster.run("scancel", "--signal=TERM", job.number).returncode == 0
+    ended = job.wait(timeout_s=200)
+    assert (ended.code, ended.num_restarts) == (0, 1), ended.log[-5000:]
+    assert "stopping (SIGTERM)" in ended.log
+    assert outcome(run) == undisturbed
+
+
+def test_a_killed_rank_goes_on(jobs: Jobs, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """A node that dies takes a rank with it; the newest checkpoint is a step old at most."""
+    run = tmp_path / "run"
+    job = submit(jobs, run, "trainer.save_freq=1", "trainer.keep_last=2")
+    wait_for_rows(run, 5, job)
+    os.kill(rank_pids(run)[-1], signal.SIGKILL)
+    ended = job.wait(timeout_s=280)
+    assert (ended.code, ended.num_restarts) == (0, 1), ended.log[-5000:]
+    assert outcome(run) == undisturbed
+
+
+def rank_pids(run: Path) -> list[int]:
+    found = []
+    for proc in Path("/proc").iterdir():
+        try:
+            line = (proc / "cmdline").read_bytes() if proc.name.isdigit() else b""
+        except OSError:
+            continue
+        if b"-m\0rollpacker\0train" in line and str(run).encode() in line and not line.startswith(b"srun"):
+            found.append(int(proc.name))
+    return sorted(found)
