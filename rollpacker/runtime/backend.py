@@ -176,14 +176,14 @@ class ClusterBackend:
             "step": self._num_done,
             "weight_version": self._weight_version,
             "validated_step": self._validated_step,
-            "virtual_s": self._parts.rollout.virtual_s,
+            "num_virtual_steps": self._parts.rollout.num_virtual_steps,
         }
 
     def resume(self, state: RunState) -> None:
         """Go on from where a checkpoint was written; the engine has no weights yet."""
         self._num_done, self._weight_version = state["step"], state["weight_version"]
         self._validated_step = state["validated_step"]
-        self._parts.rollout.virtual_s = state["virtual_s"]
+        self._parts.rollout.num_virtual_steps = state["num_virtual_steps"]
 
     @property
     def num_done(self) -> int:

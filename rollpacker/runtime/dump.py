@@ -109,7 +109,7 @@ class ReplayRollout:
         self._plan: RoundPlan | None = None
         self._is_open = False
         self.facts = RoundFacts()
-        self.virtual_s = 0.0
+        self.num_virtual_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain JSON values."""

@@ -67,7 +67,7 @@ class Rollout(Protocol):
     def facts(self) -> RoundFacts:
         """Times of the round on this rank."""
 
-    virtual_s: float
+    num_virtual_steps: int
     """The clock of deterministic runs."""
 
 
@@ -146,7 +146,9 @@ class LiveRollout:
         self._num_steps = _FIXED_NUM_STEPS if deterministic else 1
         self._step_s = quantum_s
         self._steps_in_quantum = 0
-        self.virtual_s = 0.0  # the clock of deterministic runs; goes on over the rounds, and over a resume
+        self.num_virtual_steps = (
+            0  # whole steps: the sum of their seconds would depend on its order, and so on the rank
+        )
         self._step = 0
         self._is_open = False
         self._responses: dict[int, Response] = {}
@@ -227,7 +229,7 @@ class LiveRollout:
         return self._step << 1 | self._is_validation
 
     def _now(self) -> float:
-        return self.virtual_s if self._deterministic else self._world.now()
+        return self.num_virtual_steps * _VIRTUAL_STEP_S if self._deterministic else self._world.now()
 
     def _run_quantum(self) -> None:
         start, start_cpu = time.perf_counter(), time.thread_time()
@@ -240,7 +242,7 @@ class LiveRollout:
             for response in responses:
                 self._on_response(response)
             num_steps += 1
-            self.virtual_s += _VIRTUAL_STEP_S
+            self.num_virtual_steps += 1
             self._exchange.progress()
             if not self._deterministic:
                 self._collect_rewards(wait=False)
@@ -250,7 +252,7 @@ class LiveRollout:
             self.facts.engine_busy_s += busy_s
             self.facts.engine_cpu_s += time.thread_time() - start_cpu
             self._step_s = busy_s / num_steps
-        self.virtual_s += (self._num_steps - num_steps) * _VIRTUAL_STEP_S
+        self.num_virtual_steps += self._num_steps - num_steps
         if not self._engine.num_requests:
             self._mark_idle()
             self._pause()
