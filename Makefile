@@ -7,6 +7,7 @@
 #   make paper     the paper's tables and figures, simulated; writes outputs/paper
 #   make bench     speed: against TRL on the same task, tail batching against off, the refit; writes bench*.json
 #   make soak      tail batching for 200 rounds on each of 1, 2, 4 ranks x rollout TP 1, 2; soak-RANKS-TP one of them
+#   make chaos     a run is killed twenty times and must end as the one that nobody disturbed
 #   make lock      pin the versions anew (requirements/cpu.lock)
 
 SHELL := /bin/bash
@@ -17,6 +18,7 @@ DEMO := assets/demo
 SMOLLM2 := assets/smollm2
 RANKS ?= 2
 ROUNDS ?= 200
+KILLS ?= 20
 
 # Where the CPU build of torch comes from: a local folder of wheels if pip knows one, else PyTorch's own index.
 TORCH_LINKS ?= $(PIP_FIND_LINKS)
@@ -35,7 +37,7 @@ CSRC_TEST := PATH="$(abspath $(BIN)):$$PATH" sh -ec 'folder=$$1; shift; \
   cmake -S csrc -B $$folder -GNinja -DROLLPACKER_PYTHON=OFF -DROLLPACKER_TESTS=ON "$$@" >/dev/null; \
   cmake --build $$folder; ctest --test-dir $$folder --output-on-failure' csrc
 
-.PHONY: env demo smollm2 paper test unit test-csrc test-paper test-torch test-e2e test-slurm slurm-tools lint bench soak lock clean
+.PHONY: env demo smollm2 paper test unit test-csrc test-paper test-torch test-e2e test-slurm slurm-tools lint bench soak chaos lock clean
 
 env: $(DEMO).ready
 
@@ -88,6 +90,9 @@ soak: $(addprefix soak-,1-1 2-1 2-2 4-1 4-2)
 soak-%: $(VENV)/.ready
 	$(MPIRUN) -n $(firstword $(subst -, ,$*)) $(BIN)/python -m pytest --color=no tests/mpi/test_tail_batching.py \
 	  --rounds $(ROUNDS) --rollout-tp $(lastword $(subst -, ,$*)) --timeout 3600
+
+chaos: env
+	$(BIN)/python -m pytest -s tests/e2e/test_chaos.py --kills $(KILLS)
 
 # The set-up, in cached stages; each stamp is renewed when what it was made from changes.
 # $(APT_INSTALL) PACKAGE...: with root, or with sudo where it asks for no password; fails otherwise.
