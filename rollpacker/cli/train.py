@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace, world: World) -> int:
     world_size = world.agree(lambda: job_size(config, world.size, is_dry_run=arguments.dry_run))
     world.agree(lambda: _check_before_shapes(config, is_dry_run=arguments.dry_run))
     shape = world.agree(lambda: check_shapes(config, world_size))
-    from rollpacker.comm.world import job_end_s
+    from rollpacker.comm.launcher import job_end_s
     from rollpacker.runtime.checkpointing import find_resume_point
     from rollpacker.runtime.checks import check
     from rollpacker.runtime.stopping import StopSwitch
@@ -106,6 +106,8 @@ def _train(worker: Worker) -> int:
     if display is not None:
         if worker.moved_aside is not None:
             display.note(f"an earlier run was moved to {worker.moved_aside}")
+        if config.trainer.total_training_steps == backend.num_done:
+            display.note(f"all {backend.num_done} steps are done; a larger trainer.total_training_steps goes on")
         display.start()
     exported, is_stopped = None, False
     try:

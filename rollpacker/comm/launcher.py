@@ -1,4 +1,4 @@
-"""What MPI and the program that started the ranks say of themselves; only `rollpacker doctor` compares them."""
+"""What MPI and the program that started the ranks say of themselves. Ranks and sizes do not come from here (`world.py`)."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def num_launched() -> int:
 def launched_as() -> int:
     """This task's number among them."""
     return int(next((os.environ[name] for name in _TASK if name in os.environ), "0"))
+
+
+def job_end_s() -> float | None:
+    """When the job's time ends, in seconds since 1970; None where the launcher does not say."""
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isdecimal() else None

@@ -169,12 +169,6 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def job_end_s() -> float | None:
-    """When the job's time ends, in seconds since 1970; None where the launcher does not say."""
-    text = os.environ.get("SLURM_JOB_END_TIME", "")
-    return float(text) if text.isdecimal() else None
-
-
 def is_user_terminal() -> tuple[bool, int | None]:
     """Does the user see this rank's standard output on a terminal, and how wide is it?
 

@@ -161,7 +161,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_ends_the_run_by_name_and_harms_nothing(small_disk: Path) -> None:
     """All checkpoints are kept, so the disk fills up; the newest is whole, and with room the run goes on from it."""
     folder = small_disk / "run"
-    arguments = ("trainer.save_freq=1", "trainer.total_training_steps=9", f"trainer.default_local_dir={folder}")
+    arguments = (
+        "trainer.resume_mode=auto",
+        "trainer.save_freq=1",
+        "trainer.total_training_steps=9",
+        f"trainer.default_local_dir={folder}",
+    )
     start = time.monotonic()
     result = train(2, *arguments)
     assert time.monotonic() - start < 100
