@@ -24,7 +24,7 @@ def test_a_round_on_stale_weights_is_refused() -> None:
         engine=engine, rollout=SimpleNamespace(launch=launched.append), reporter=ignore, timer=ignore
     )
     world: Any = SimpleNamespace(now=lambda: 0.0)
-    backend = ClusterBackend(parts, Config(), world, digest=lambda: 0)
+    backend = ClusterBackend(parts, Config(), world, digest=lambda: 0, run_state=dict)
     with pytest.raises(RuntimeError, match="the engine has version 1 of the weights, the trainer 0"):
         backend.launch(PLAN)
     assert launched == []
