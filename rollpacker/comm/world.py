@@ -59,8 +59,9 @@ class World:
         return MPI.Wtime() + self.clock_offset_s - self.start_s
 
     def continued(self, elapsed_s: float) -> World:
-        """The same ranks, on a clock that goes on from `elapsed_s`."""
-        return dataclasses.replace(self, start_s=MPI.Wtime() + self.clock_offset_s - elapsed_s)
+        """The same ranks, on a clock that goes on from `elapsed_s`. Collective: all must reckon from one start."""
+        start_s = self.comm.bcast(MPI.Wtime() + self.clock_offset_s - elapsed_s)
+        return dataclasses.replace(self, start_s=start_s)
 
     def agree(self, check: Callable[[], T]) -> T:
         """Run `check` on every rank; if it raises ConfigError anywhere, raise the first of them on all as AgreedError.

@@ -79,7 +79,7 @@ class CheckpointFolder:
         if target.exists():  # it was found damaged, and its step was done again
             if (target / EXPORTED).exists():
                 (target / EXPORTED).rename(folder / EXPORTED)
-            shutil.rmtree(target)
+            target.rename(target.with_name(f"{target.name}.damaged{_PARTIAL}"))
         folder.rename(target)
         _flush_folder(self.root)
         write_durably(self.root / _LATEST, target.name + "\n")

@@ -73,6 +73,8 @@ class Worker:
         self.checkpointer = Checkpointer(self.run_dir / "checkpoints", world, training_state, config)
         if resume is not None:
             training_state.load(resume.folder / MEGATRON)
+            if resume.is_in_place:
+                self.checkpointer.newest_step = resume.step
         self.engine = None if checked.replay is not None else build_engine(config, platform)
         self._resharder = self._build_resharder()
         self.controller = world.agree(self._build_controller)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -26,6 +28,16 @@ def test_clocks_agree(world: World) -> None:
     world.comm.Barrier()
     times = world.comm.allgather(world.now())
     assert max(times) - min(times) < 0.25
+
+
+def test_a_clock_that_goes_on_is_one_clock(world: World) -> None:
+    """However late a rank takes it up."""
+    time.sleep(0.3 * world.rank)
+    later = world.continued(1000.0)
+    world.comm.Barrier()
+    times = world.comm.allgather(later.now())
+    assert max(times) - min(times) < 0.25
+    assert 1000 <= min(times) < 1010
 
 
 def make_sample(index: int) -> Sample:
