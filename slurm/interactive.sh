@@ -1,6 +1,6 @@
 #!/bin/bash
 # Debug a config on real nodes, a command at a time: takes nodes and opens a shell, on this machine, in which
-#   step [key=value ...]    runs one training step on all ranks, with tracebacks; rank 0 has your terminal: breakpoint() works
+#   step [key=value ...]    runs one training step on all ranks, with tracebacks; rank 0 has your terminal
 #   doctor                  runs rollpacker doctor on all ranks
 #   exit                    gives the nodes back
 # Usage, from the root of the repository; options of salloc come first, written --name=value:
@@ -30,8 +30,10 @@ exec bash --rcfile <(
 source $(printf %q "$here/common.sh")
 step() {
     set_arguments $(printf '%q ' "$@") trainer.total_training_steps=1 trainer.resume_mode=disable trainer.save_freq=0 \
-        trainer.val_before_train=false trainer.test_freq=-1 trainer.default_local_dir=outputs/debug "\$@"
+        trainer.val_before_train=false trainer.test_freq=-1 trainer.default_local_dir=outputs/debug \
+        trainer.stall_timeout_s=86400 trainer.collective_timeout_s=86400 "\$@" # time to think at a breakpoint
     local srun_options=("\${srun_options[@]}" --pty)
+    rm -rf outputs/debug # of the step before
     run_ranks train "\${arguments[@]}" --debug
 }
 doctor() { run_ranks doctor; }

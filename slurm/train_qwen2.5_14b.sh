@@ -17,5 +17,7 @@ set -euo pipefail
 # shellcheck source=slurm/common.sh
 source "${SLURM_SUBMIT_DIR:?start this with sbatch, from the root of the repository}/slurm/common.sh"
 
+# A crash then costs a step at most; checkpoints are written while training goes on. A larger number spares the file system.
+saves=(trainer.save_freq=1 trainer.keep_last=2)
 # The paper's context parallelism of 2 is not in this version; without it twice the activations are on each GPU, and fit.
-run_job configs/qwen2.5_14b_16k.yaml training.context_parallel_size=1 "$@"
+run_job configs/qwen2.5_14b_16k.yaml training.context_parallel_size=1 "${saves[@]}" "$@"

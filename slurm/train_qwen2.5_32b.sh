@@ -17,6 +17,8 @@ set -euo pipefail
 # shellcheck source=slurm/common.sh
 source "${SLURM_SUBMIT_DIR:?start this with sbatch, from the root of the repository}/slurm/common.sh"
 
+# A crash then costs a step at most; checkpoints are written while training goes on. A larger number spares the file system.
+saves=(trainer.save_freq=1 trainer.keep_last=2)
 # The paper's TP 4, PP 1, CP 4 need context parallelism and a trainer that leaves the GPU during the rollout: not in this version.
 run_job configs/qwen2.5_32b_32k.yaml training.tensor_model_parallel_size=8 training.pipeline_model_parallel_size=2 \
-    training.context_parallel_size=1 "$@"
+    training.context_parallel_size=1 "${saves[@]}" "$@"

@@ -18,4 +18,6 @@ set -euo pipefail
 # shellcheck source=slurm/common.sh
 source "${SLURM_SUBMIT_DIR:?start this with sbatch, from the root of the repository}/slurm/common.sh"
 
-run_job configs/qwen2.5_7b_8k.yaml "$@"
+# A crash then costs a step at most; checkpoints are written while training goes on. A larger number spares the file system.
+saves=(trainer.save_freq=1 trainer.keep_last=2)
+run_job configs/qwen2.5_7b_8k.yaml "${saves[@]}" "$@"

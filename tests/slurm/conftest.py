@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from jobs import Jobs
 def cluster() -> Iterator[Cluster]:
     if missing := missing_programs():
         pytest.skip(f"not installed: {', '.join(missing)}; make test-slurm installs them where it may")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends the tests early ends the cluster with them
     with Cluster() as running:
         yield running
 
