@@ -33,7 +33,6 @@ step() {
         trainer.val_before_train=false trainer.test_freq=-1 trainer.default_local_dir=outputs/debug \
         trainer.stall_timeout_s=86400 trainer.collective_timeout_s=86400 "\$@" # time to think at a breakpoint
     local srun_options=("\${srun_options[@]}" --pty)
-    rm -rf outputs/debug # of the step before
     run_ranks train "\${arguments[@]}" --debug
 }
 doctor() { run_ranks doctor; }

@@ -51,7 +51,9 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 def submit(jobs: Jobs, run: Path, *arguments: str, options: tuple[str, ...] = ()) -> Job:
-    return jobs.submit(ONE_RANK_A_NODE, *options, DEMO, *ARGUMENTS, f"trainer.default_local_dir={run}", *arguments)
+    """On a slow machine a start may take all the time before the signal: such restarts make no progress, and are counted."""
+    run_dir = f"trainer.default_local_dir={run}"
+    return jobs.submit(ONE_RANK_A_NODE, *options, DEMO, *ARGUMENTS, run_dir, *arguments, MAX_RESTARTS="20")
 
 
 def wait_for_rows(run: Path, number: int, job: Job, timeout_s: float = 120) -> None:
