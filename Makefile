@@ -92,7 +92,7 @@ soak-%: $(VENV)/.ready
 	  --rounds $(ROUNDS) --rollout-tp $(lastword $(subst -, ,$*)) --timeout 3600
 
 chaos: env
-	$(BIN)/python -m pytest -s tests/e2e/test_chaos.py --kills $(KILLS)
+	$(BIN)/python -m pytest -s tests/e2e/test_chaos.py --kills $(KILLS) --timeout 3600
 
 # The set-up, in cached stages; each stamp is renewed when what it was made from changes.
 # $(APT_INSTALL) PACKAGE...: with root, or with sudo where it asks for no password; fails otherwise.
