@@ -276,8 +276,8 @@ class TrainerConfig:
     rollout_data_dir: str | None = key(None, "Dump each round's samples here, for rollout.replay.")
     save_freq: int = key(
         -1,
-        "Save a checkpoint every so many steps and at the end, and then export the model; -1 = at the end only, 0 = never. "
-        "A run that is stopped by a signal saves in any case.",
+        "Save a checkpoint every so many steps and at the end, where the model is exported, too; -1 = at the end only, 0 = "
+        "never. A run that is stopped by a signal saves in any case.",
     )
     keep_last: int | None = key(None, "Checkpoints to keep, the newest ones; null = all. Exported models stay.")
     resume_mode: str = key(

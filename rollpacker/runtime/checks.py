@@ -32,11 +32,6 @@ class Checked(InferenceInputs):
     changes: tuple[str, ...] = ()
     """Keys that the run to go on with had otherwise."""
 
-    @property
-    def goes_on_in_place(self) -> bool:
-        """Whether the run directory is the one that the checkpoint lies in."""
-        return self.resume is not None and self.resume.is_in_place
-
 
 def check(
     config: Config, world: World, shape: ModelShape, resume: ResumePoint | None = None, *, is_dry_run: bool = False

@@ -163,17 +163,16 @@ def file_sizes(run_dir: Path) -> dict[str, int]:
 
 def resume_run_dir(run_dir: Path, resolved_yaml: str, sizes: Mapping[str, int]) -> None:
     """Cut what a killed run wrote after its checkpoint off the files, and write config.yaml. Raises ConfigError."""
+    now = file_sizes(run_dir)
+    for name in now:
+        if now[name] < sizes.get(name, 0):
+            raise ConfigError(
+                f"{run_dir / name} has {now[name]:,} bytes, but {sizes[name]:,} when the checkpoint was written: rows are "
+                "missing. Restore it, or start anew with trainer.resume_mode=disable."
+            )
     try:
-        for name in _GROWING[:-1]:  # the trace has an end of its own
-            path = run_dir / name
-            size = sizes.get(name, 0)
-            if path.exists() and path.stat().st_size < size:
-                raise ConfigError(
-                    f"{path} has {path.stat().st_size:,} bytes, but {size:,} when the checkpoint was written: rows are "
-                    "missing. Restore it, or start anew with trainer.resume_mode=disable."
-                )
-            if path.exists():
-                os.truncate(path, size)
+        for name in now.keys() - {TRACE}:  # which has an end of its own
+            os.truncate(run_dir / name, sizes.get(name, 0))
         (run_dir / "config.yaml").write_text(resolved_yaml, encoding="utf-8")
     except OSError as error:
         raise ConfigError(

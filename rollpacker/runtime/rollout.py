@@ -146,9 +146,8 @@ class LiveRollout:
         self._num_steps = _FIXED_NUM_STEPS if deterministic else 1
         self._step_s = quantum_s
         self._steps_in_quantum = 0
-        self.num_virtual_steps = (
-            0  # whole steps: the sum of their seconds would depend on its order, and so on the rank
-        )
+        # Whole steps: the sum of their seconds would depend on its order, and so on the rank.
+        self.num_virtual_steps = 0
         self._step = 0
         self._is_open = False
         self._responses: dict[int, Response] = {}

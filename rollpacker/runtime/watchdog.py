@@ -1,8 +1,8 @@
 """The watchdog: a job that does nothing for `trainer.stall_timeout_s` says where it stands, and ends.
 
 What counts as progress is what every rank sees: a stage begins, a token is generated, a response ends, a reward comes in.
-Then each rank writes `stall/rank_R.txt` in the run directory (stage, last events, rewards that are out, the stacks of all
-threads), waits a moment for the others, and the lowest rank that could ends the job with the name of the suspect: a rank
+Then each rank writes `stall/<start>/rank_R.txt` in the run directory (stage, last events, rewards that are out, the stacks of
+all threads), waits a moment for the others, and the lowest rank that could ends the job with the name of the suspect: a rank
 that wrote nothing, one that is behind in the event exchange, or one that does not wait for others where they do.
 """
 

@@ -81,9 +81,7 @@ class Worker:
         # Last of all, so that a run that cannot start neither writes a run directory nor moves an earlier one aside.
         self._sinks = world.agree(self._open_sinks)
         self.backend = self._build_backend()
-        if resume is not None:
-            self.backend.resume(resume.run_state)
-        self.backend.start()
+        self.backend.start(None if resume is None else resume.run_state)
         self._watchdog = self._start_watchdog()
 
     @property

@@ -21,7 +21,7 @@ import torch
 
 from rollpacker.comm.groups import ParallelRanks
 from rollpacker.platform.device import Platform
-from rollpacker.training.optimizer_state import OptimizerState
+from rollpacker.training.optimizer_state import KEY_PREFIX, OptimizerState
 
 
 class TrainingState:
@@ -94,7 +94,7 @@ class TrainingState:
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return ShardedObject("random_states", _random_states(), (size,), (rank,))
+        return ShardedObject("random_states", _read_random_states(), (size,), (rank,))
 
 
 class PendingCheckpoint:
@@ -106,7 +106,7 @@ class PendingCheckpoint:
         self._writer = writer
         self._global_metadata = global_metadata
         self._buckets = [
-            (path, name, (objects, [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in tensors]))
+            (path, name, (objects, [(item, _on_host(item.index.fqn, tensor)) for item, tensor in tensors]))
             for path, name, (objects, tensors) in writer.write_buckets
         ]
         self.paths = [Path(path) for path, _, _ in self._buckets]
@@ -138,6 +138,11 @@ class PendingCheckpoint:
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
 
 
+def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """In host memory, and not what training goes on to change."""
+    return tensor.detach().to("cpu", copy=not name.startswith(KEY_PREFIX))
+
+
 def _plan_only() -> Any:
     """A save strategy that plans, and leaves the writing to `PendingCheckpoint`."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -155,7 +160,7 @@ def _plan_only() -> Any:
     return PlanOnly("torch_dist", 1, thread_count=1)
 
 
-def _random_states() -> dict[str, Any]:
+def _read_random_states() -> dict[str, Any]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     return {

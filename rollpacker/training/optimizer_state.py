@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+KEY_PREFIX = "optimizer."
+"""Of the names of states in a checkpoint. `gather` gives tensors of its own, which training does not touch."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -32,39 +34,40 @@ class OptimizerState:
 
     def __init__(self, optimizer: Any) -> None:
         """Moments are allocated now: torch's Adam would make them in its first step, Megatron's hides them until then."""
-        self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        for group in (g for o in self._optimizers for g in o.optimizer.param_groups):
-            self._allocate(group["params"])
+        (self._optimizer,) = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._adam = self._optimizer.optimizer
+        if not isinstance(self._adam, torch.optim.Adam):  # AdamW is one, too
+            raise RuntimeError(
+                f"Megatron took {type(self._adam).__module__} for its Adam, whose states checkpoints do not know: this "
+                "version runs without transformer-engine and apex. Uninstall them from its environment."
+            )
+        for parameter in (p for group in self._adam.param_groups for p in group["params"]):
+            if not self._adam.state[parameter]:
+                zeros = {name: torch.zeros_like(parameter) for name in _MOMENTS}
+                self._adam.state[parameter].update(step=torch.tensor(0.0), **zeros)
 
     @property
     def num_updates(self) -> int:
         """Optimizer steps so far."""
-        adam = self._optimizers[0].optimizer
-        counters = [state["step"] for state in adam.state.values() if "step" in state]
-        return int(counters[0]) if counters else int(adam.param_groups[0].get("step", 0))
+        return int(next((state["step"] for state in self._adam.state.values()), 0))
 
     @num_updates.setter
     def num_updates(self, value: int) -> None:
-        for adam in (o.optimizer for o in self._optimizers):
-            for state in adam.state.values():
-                if "step" in state:
-                    state["step"] = torch.tensor(float(value))  # one for each: every parameter counts its own up
-            for group in adam.param_groups:
-                if "step" in group:
-                    group["step"] = value
+        for state in self._adam.state.values():
+            state["step"] = torch.tensor(float(value))  # one for each: every parameter counts its own up
 
     def gather(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank is to write, as Megatron's sharded tensors. Collective over the data-parallel groups."""
         written: dict[str, Any] = {}
         load: dict[int, int] = {}
-        for number, parameter, sharded, optimizer in self._parameters(model_state):
+        for number, parameter, sharded in _parameters(model_state):
             if any(sharded.replica_id[:2]):  # another tensor-parallel rank or stage has the same
                 continue
-            group = getattr(optimizer, "data_parallel_group", None)
+            group = getattr(self._optimizer, "data_parallel_group", None)
             size = 1 if group is None else group.size()
             writer = min(range(size), key=lambda rank: load.get(rank, 0))
             load[writer] = load.get(writer, 0) + parameter.numel()
-            stretch = _stretch(optimizer, parameter)
+            stretch = _stretch(self._optimizer, parameter)
             for name in _names(parameter):
                 whole = _put_together(parameter, stretch, name, group, writer)
                 if group is None:
@@ -76,8 +79,8 @@ class OptimizerState:
     def wanted(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
         """Where to load the parameters of which this rank holds a stretch, whole."""
         wanted: dict[str, Any] = {}
-        for number, parameter, sharded, optimizer in self._parameters(model_state):
-            if _stretch(optimizer, parameter) is not None:
+        for number, parameter, sharded in _parameters(model_state):
+            if _stretch(self._optimizer, parameter) is not None:
                 for name in _names(parameter):
                     target = torch.zeros(parameter.shape)
                     wanted[f"{number}.{name}"] = _as_sharded(sharded, name, target, sharded.replica_id)
@@ -86,31 +89,22 @@ class OptimizerState:
     @torch.no_grad()
     def fill(self, loaded: Mapping[str, Tensor], model_state: Mapping[str, Any]) -> None:
         """Take this rank's stretches out of what `wanted` has brought."""
-        for number, parameter, _, optimizer in self._parameters(model_state):
-            stretch = _stretch(optimizer, parameter)
+        for number, parameter, _ in _parameters(model_state):
+            stretch = _stretch(self._optimizer, parameter)
             if stretch is not None:
                 for name in _names(parameter):
                     whole = loaded[f"{number}.{name}"].flatten()
                     stretch.states[name].copy_(whole[stretch.start : stretch.stop].view_as(stretch.states[name]))
 
-    def _allocate(self, parameters: list[Any]) -> None:
-        for adam in (o.optimizer for o in self._optimizers):
-            if not isinstance(adam, torch.optim.Adam):  # AdamW is one, too; others allocate when they are made
-                continue
-            for parameter in parameters:
-                if not adam.state[parameter]:
-                    adam.state[parameter].update(step=torch.tensor(0.0))
-                    adam.state[parameter].update({name: torch.zeros_like(parameter) for name in _MOMENTS})
 
-    def _parameters(self, model_state: Mapping[str, Any]) -> Iterator[tuple[int, Any, Any, Any]]:
-        """Each trained parameter by number, how Megatron shards it, and its optimizer; alike on data-parallel ranks."""
-        from megatron.core.dist_checkpointing.dict_utils import nested_values
-        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+def _parameters(model_state: Mapping[str, Any]) -> Iterator[tuple[int, Any, Any]]:
+    """Each trained parameter by number, and how Megatron shards it; alike on data-parallel ranks."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-        optimizer = self._optimizers[0]
-        for number, sharded in enumerate(nested_values(model_state)):
-            if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and sharded.data.requires_grad:
-                yield number, sharded.data, sharded, optimizer
+    for number, sharded in enumerate(nested_values(model_state)):
+        if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and sharded.data.requires_grad:
+            yield number, sharded.data, sharded
 
 
 def _names(parameter: Tensor) -> tuple[str, ...]:
@@ -141,7 +135,7 @@ def _put_together(parameter: Tensor, stretch: _Stretch | None, name: str, group:
 
 def _as_sharded(sharded: Any, name: str, data: Tensor, replica_id: tuple[int, ...]) -> Any:
     """The state laid out as its parameter is."""
-    changes: dict[str, Any] = {"key": f"optimizer.{name}.{sharded.key}", "data": data, "replica_id": replica_id}
+    changes: dict[str, Any] = {"key": f"{KEY_PREFIX}{name}.{sharded.key}", "data": data, "replica_id": replica_id}
     if hasattr(sharded, "dtype"):  # a factory, which cuts a parameter in two, has none
         changes["dtype"] = data.dtype
     return replace(sharded, **changes)

@@ -48,3 +48,31 @@ def run(command: list[str], timeout_s: float = 280) -> subprocess.CompletedProce
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """All that a run has reached, times apart: equal for two deterministic runs, however they were stopped."""
+    metrics = read_jsonl(run_dir / "metrics.jsonl")
+    latest = (run_dir / "checkpoints" / "latest").read_text().strip()
+    return {
+        "metrics": [
+            {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/", "bubble/"))} for row in metrics
+        ],
+        "samples": read_jsonl(run_dir / "samples.jsonl"),
+        "latest": latest,
+        "controller": json.loads((run_dir / "checkpoints" / latest / "run.json").read_text())["controller"],
+    }
+
+
+def rank_pids(run_dir: Path) -> list[int]:
+    """The ranks that train in `run_dir`, whoever started them."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (proc / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has ended
+            continue
+        is_rank = Path(words[0]).name.startswith("python") and words[1:4] == ["-m", "rollpacker", "train"]
+        if is_rank and f"trainer.default_local_dir={run_dir}" in words:
+            found.append(int(proc.name))
+    return sorted(found)

@@ -17,8 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import ENVIRONMENT, REPOSITORY, read_jsonl, train_command
-from test_resume import outcome
+from commands import ENVIRONMENT, REPOSITORY, outcome, rank_pids, read_jsonl, train_command
 
 from rollpacker.runtime.checkpoint_folder import CheckpointFolder, damage
 
@@ -48,10 +47,9 @@ class Chaos:
         self.log = folder.with_suffix(".log")
 
     def start(self) -> subprocess.Popen[bytes]:
-        environment = {**ENVIRONMENT, "ROLLPACKER_TEST_JOB": str(self.folder)}
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                train_command(2, *self.arguments), cwd=REPOSITORY, env=environment, stdout=log, stderr=log
+                train_command(2, *self.arguments), cwd=REPOSITORY, env=ENVIRONMENT, stdout=log, stderr=log
             )
 
     def kill_once(self, *, while_saving: bool) -> str | None:
@@ -64,12 +62,12 @@ class Chaos:
         while job.poll() is None and (not self.is_saving() if while_saving else time.monotonic() < moment):
             time.sleep(0.001)
         where = "saving" if self.is_saving() else "elsewhere"
-        pids = self.pids(job.pid)
+        pids = rank_pids(self.folder)
         victims = self.random.choice(([job.pid], pids, [self.random.choice(pids)])) if pids else [job.pid]
         for pid in victims:
             kill(pid)
         was_done = job.wait(timeout=60) == 0
-        for pid in self.pids(job.pid):
+        for pid in rank_pids(self.folder):
             kill(pid)
         return None if was_done else where
 
@@ -84,18 +82,6 @@ class Chaos:
                 if folder.stat().st_mtime > self.began_s:
                     return True
         return False
-
-    def pids(self, mpirun: int) -> list[int]:
-        marker = f"ROLLPACKER_TEST_JOB={self.folder}\0".encode()
-        found = []
-        for proc in Path("/proc").iterdir():
-            try:
-                is_ours = proc.name.isdigit() and marker in (proc / "environ").read_bytes()
-                if is_ours and b"-m\0rollpacker\0train" in (proc / "cmdline").read_bytes() and int(proc.name) != mpirun:
-                    found.append(int(proc.name))
-            except OSError:
-                continue
-        return found
 
 
 def kill(pid: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import ENVIRONMENT, REPOSITORY, read_jsonl, train, train_command
+from commands import ENVIRONMENT, REPOSITORY, rank_pids, read_jsonl, train, train_command
 
 from rollpacker.runtime.checkpoint_folder import CheckpointFolder, damage
 
@@ -20,6 +20,7 @@ class Job:
     """A running two-rank job that has done its first step, found by a marker in its processes' environment."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
         self.marker = f"ROLLPACKER_TEST_JOB={folder}"
         self.process = subprocess.Popen(
             train_command(2, "trainer.total_training_steps=500", f"trainer.default_local_dir={folder}", *arguments),
@@ -47,9 +48,6 @@ class Job:
                 continue
         return found
 
-    def rank_pids(self) -> list[int]:
-        return sorted(p for p, c in self.pids().items() if "-m rollpacker train" in c and "mpirun" not in c)
-
     def end(self, timeout_s: float) -> tuple[int, str, float]:
         """Exit code, standard error, and seconds until the end."""
         start = time.monotonic()
@@ -65,8 +63,7 @@ class Job:
 
 def test_a_killed_rank_takes_the_job_down(tmp_path: Path) -> None:
     job = Job(tmp_path / "run")
-    victim = job.rank_pids()[1]
-    os.kill(victim, signal.SIGKILL)
+    os.kill(rank_pids(job.folder)[1], signal.SIGKILL)
     code, stderr, seconds = job.end(timeout_s=60)
     assert code != 0
     assert seconds < 30
@@ -134,7 +131,7 @@ def test_a_rank_that_stops_answering_is_named(tmp_path: Path) -> None:
     """SIGSTOP: its own watchdog is stopped, too; the others say so in bounded time and end the job."""
     folder = tmp_path / "run"
     job = Job(folder, "trainer.stall_timeout_s=6")
-    os.kill(job.rank_pids()[1], signal.SIGSTOP)
+    os.kill(rank_pids(folder)[1], signal.SIGSTOP)
     code, stderr, seconds = job.end(timeout_s=90)
     assert code == 1
     assert seconds < 30

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import read_jsonl, train
+from commands import outcome, rank_pids, read_jsonl, train
 from test_endings import Job
 
 NUM_STEPS = 8
@@ -38,20 +38,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume") / "undisturbed"
     resumed(folder)
     return folder
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """All that a run has reached, times apart."""
-    metrics = read_jsonl(folder / "metrics.jsonl")
-    rows = [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/", "bubble/"))} for row in metrics]
-    latest = (folder / "checkpoints" / "latest").read_text().strip()
-    state = json.loads((folder / "checkpoints" / latest / "run.json").read_text())
-    return {
-        "metrics": rows,
-        "samples": read_jsonl(folder / "samples.jsonl"),
-        "latest": latest,
-        "controller": state["controller"],
-    }
 
 
 def model_bytes(folder: Path) -> bytes:
@@ -85,7 +71,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path: Path, undisturbed: Path
 def test_a_killed_rank_costs_a_step_at_most(tmp_path: Path, undisturbed: Path) -> None:
     folder = tmp_path / "run"
     job = Job(folder, *ARGUMENTS, "trainer.resume_mode=auto")
-    os.kill(job.rank_pids()[1], signal.SIGKILL)
+    os.kill(rank_pids(folder)[1], signal.SIGKILL)
     code, _, _ = job.end(timeout_s=60)
     assert code not in (0, 2, 3)
     num_rows = len(read_jsonl(folder / "metrics.jsonl"))

@@ -8,6 +8,7 @@ No systemd, no cgroups, no accounting. The nodes share this machine's cores, nam
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import secrets
@@ -91,12 +92,11 @@ class Cluster:
         self.environment = {**_ENVIRONMENT, "SLURM_CONF": str(self.root / "etc" / "slurm.conf")}
 
     def __enter__(self) -> Cluster:
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.stop)
             self._write_files()
             self._start()
-        except BaseException:
-            self.stop()
-            raise
+            on_failure.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,6 @@ the controller with its queue. One rank a node: the nodes share few cores.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from jobs import REPOSITORY, Job, Jobs
 
 sys.path.insert(0, str(REPOSITORY / "tests" / "e2e"))
 
-from commands import read_jsonl
+from commands import outcome, rank_pids
 
 DEMO = "slurm/train_demo.sh"
 NUM_STEPS = 80
@@ -35,19 +34,6 @@ ARGUMENTS = [
     "profiler.trace=false",
 ]
 ONE_RANK_A_NODE = "--ntasks-per-node=1"
-
-
-def outcome(run: Path) -> dict[str, Any]:
-    """All that a run has reached, times apart."""
-    metrics = read_jsonl(run / "metrics.jsonl")
-    latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
-    return {
-        "metrics": [
-            {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/", "bubble/"))} for row in metrics
-        ],
-        "samples": read_jsonl(run / "samples.jsonl"),
-        "controller": json.loads((latest / "run.json").read_text())["controller"],
-    }
 
 
 def submit(jobs: Jobs, run: Path, *arguments: str, options: tuple[str, ...] = ()) -> Job:
@@ -117,15 +103,3 @@ def test_a_killed_rank_goes_on(jobs: Jobs, tmp_path: Path, undisturbed: dict[str
     ended = job.wait(timeout_s=280)
     assert (ended.code, ended.num_restarts) == (0, 1), ended.log[-5000:]
     assert outcome(run) == undisturbed
-
-
-def rank_pids(run: Path) -> list[int]:
-    found = []
-    for proc in Path("/proc").iterdir():
-        try:
-            line = (proc / "cmdline").read_bytes() if proc.name.isdigit() else b""
-        except OSError:
-            continue
-        if b"-m\0rollpacker\0train" in line and str(run).encode() in line and not line.startswith(b"srun"):
-            found.append(int(proc.name))
-    return sorted(found)

@@ -40,6 +40,25 @@ def test_tensorboard_values_can_be_read_while_the_run_goes_on(tmp_path: Path) ->
     logger.close()
 
 
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_does_again(tmp_path: Path) -> None:
+    """TensorBoard's own reader, over the file of the killed run and that of the run that went on from step 2."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_of(tmp_path, ["tensorboard"])
+    (killed,) = open_loggers(config, pytest.fail)
+    for step in (1, 2, 3, 4):
+        killed.write(step, {"actor/lr": 1.0})
+    killed.close()
+    (first,) = (tmp_path / "tensorboard").iterdir()
+    first.rename(first.with_name(first.name.replace("tfevents.", "tfevents.0")))  # a start takes longer than this test
+    (resumed,) = open_loggers(config, pytest.fail, first_step=3)
+    resumed.write(3, {"actor/lr": 2.0})
+    resumed.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("actor/lr")] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
 def test_an_offline_wandb_run_holds_values_and_config(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     config = config_of(tmp_path, ["wandb"])

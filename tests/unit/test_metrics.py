@@ -18,7 +18,9 @@ from rollpacker.runtime.metrics import (
     SAMPLE_FIELDS,
     MetricsWriter,
     append_validation,
+    file_sizes,
     prepare_run_dir,
+    resume_run_dir,
 )
 
 # The "Metric names" paragraph of docs/metrics.md, without `val-core/*`.
@@ -151,6 +153,28 @@ def test_run_dir_is_created_with_its_config(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "run" / "config.yaml").read_text() == "model: {}\n"
     assert prepare_run_dir(str(tmp_path / "a" / "run"), "second\n") is None  # no metrics yet: not a run
     assert (tmp_path / "a" / "run" / "config.yaml").read_text() == "second\n"
+
+
+def test_a_resumed_run_dir_has_what_its_checkpoint_knew(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text("1\n")
+    sizes = file_sizes(tmp_path)
+    assert sizes == {"metrics.jsonl": 2, "samples.jsonl": 2}
+    for name in ("metrics.jsonl", "samples.jsonl", "validation.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write("2\n")
+    resume_run_dir(tmp_path, "new: {}\n", sizes)
+    assert file_sizes(tmp_path) == {"metrics.jsonl": 2, "samples.jsonl": 2, "validation.jsonl": 0}
+    assert (tmp_path / "config.yaml").read_text() == "new: {}\n"
+
+
+def test_a_run_dir_that_lost_rows_is_refused_untouched(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("1\n2\n")
+    (tmp_path / "samples.jsonl").write_text("1\n")
+    with pytest.raises(ConfigError, match=r"samples.jsonl has 2 bytes, but 4 when the checkpoint was written"):
+        resume_run_dir(tmp_path, "new: {}\n", {"metrics.jsonl": 2, "samples.jsonl": 4})
+    assert (tmp_path / "metrics.jsonl").read_text() == "1\n2\n"
+    assert not (tmp_path / "config.yaml").exists()
 
 
 def test_an_earlier_run_is_moved_aside_whole_to_the_first_free_name(

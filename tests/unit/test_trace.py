@@ -75,6 +75,22 @@ def test_lanes_are_reused_over_steps(tmp_path: Path) -> None:
     assert len(trace._tids) == 4  # memory does not grow with the spans
 
 
+def test_a_trace_goes_back_to_an_earlier_size_and_on(tmp_path: Path) -> None:
+    """As it was when a checkpoint was written, with and without spans in it; what came after is gone, and it opens."""
+    path = tmp_path / "t.json"
+    sizes = []
+    with TraceWriter(path) as trace:
+        for step in range(3):
+            sizes.append(path.stat().st_size)
+            trace.add([Span(f"step {step}", 0, "stage", step, step + 1)])
+    for size, kept in ((sizes[2], ["step 0", "step 1"]), (sizes[0], [])):
+        with TraceWriter(path, resume_at=size) as trace:
+            trace.add([Span("again", 0, "stage", 9.0, 10.0)])
+        assert [e["name"] for e in load(path) if e["ph"] == "X"] == [*kept, "again"]
+    with TraceWriter(tmp_path / "gone.json", resume_at=sizes[2]):
+        assert load(tmp_path / "gone.json") == []
+
+
 def test_layout_names_order_and_microseconds(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     with TraceWriter(path) as trace:
