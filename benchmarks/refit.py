@@ -1,21 +1,20 @@
-"""`make bench`: the refit in place against the golden one and against plain copies, on a synthetic model of 1 GB.
+"""`make bench`: the refit in place against the golden one, megatron.core.resharding and plain copies, on a model of 1 GB.
 
-Start it on two ranks (mpirun -n 2 python benchmarks/refit.py). Training TP 2, rollout TP 1, so each rank keeps a half of its
-engine's weights and receives the other. The golden refit is timed without vLLM's loader: every tensor is gathered whole and
-then copied, slice by slice, into the engine's parameters. Seconds are medians of the slower rank's; machines are noisy,
-ratios within one run mean more. Adds its rows to bench.json.
+Start it on two ranks (mpirun -n 2 python benchmarks/refit.py). A Megatron model of TP 2, an engine of TP 1: each rank keeps a
+half of its engine's weights and receives the other. The golden refit is timed without vLLM's loader: every tensor is gathered
+whole (gloo) and then copied, slice by slice, into the engine's parameters. Megatron's goes into a second Megatron model
+of TP 1, over the MPI that ours uses (benchmarks/megatron_reshard.py). Seconds are medians of the slower rank's; machines are
+noisy, ratios within one run mean more. Adds its rows to bench.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from rollpacker.comm.groups import ParallelRanks
 from rollpacker.comm.world import World, init_torch_distributed, join_world
 from rollpacker.model_shape import ModelShape
-from rollpacker.weights.layout import ParameterLayout, engine_layout, megatron_layout
+from rollpacker.platform.device import Platform, select_platform
+from rollpacker.weights.layout import ParameterLayout, engine_layout
 from rollpacker.weights.refit import MegatronWeights
 from rollpacker.weights.reshard import Resharder, bind_engine
 
@@ -39,18 +38,18 @@ SHAPE = ModelShape(
 TRAINING_TP, ROLLOUT_TP = 2, 1
 
 
-def shard(parameter: ParameterLayout, rank: int) -> torch.Tensor:
-    """Numbers that differ from rank to rank, in the shape that a model has them in."""
-    size = parameter.size_of(rank)
-    return (torch.arange(math.prod(size), dtype=torch.int32) % (251 + rank)).to(torch.bfloat16).view(size)
+@torch.no_grad()
+def fill(weights: MegatronWeights, rank: int) -> None:
+    """Numbers that differ from rank to rank where the shards do."""
+    layout = {p.name: p for p in weights.layout}
+    for name, tensor in weights.tensors().items():
+        period = 251 if layout[name].dim is None else 251 + rank
+        tensor.copy_((torch.arange(tensor.numel(), dtype=torch.int32) % period).view(tensor.shape))
 
 
-def megatron_weights(world: World) -> MegatronWeights:
-    """Training TP 2 on both ranks, without a model around the parameters."""
-    group = dist.group.WORLD
-    ranks = ParallelRanks(world.rank, TRAINING_TP, 0, 1, 0, 1, group, group, group)
-    named = {p.name: shard(p, world.rank) for p in megatron_layout(SHAPE, TRAINING_TP)}
-    return MegatronWeights(SimpleNamespace(named_parameters=lambda: named.items()), SHAPE, ranks)
+def empty(parameter: ParameterLayout) -> torch.Tensor:
+    """A parameter of the engine, as vLLM allocates it."""
+    return torch.zeros(parameter.size_of(0), dtype=torch.bfloat16)
 
 
 def golden(weights: MegatronWeights, engine: dict[str, torch.Tensor]) -> None:
@@ -67,14 +66,14 @@ def golden(weights: MegatronWeights, engine: dict[str, torch.Tensor]) -> None:
 
 
 def seconds(world: World, work: Callable[[], Any], repeats: int) -> float:
-    """Median over repeats of the slower rank's time; the first call warms up."""
+    """Median over repeats of the slower rank's time; the first call warms up (with no repeats, it alone counts)."""
     times = []
     for _ in range(repeats + 1):
         world.comm.Barrier()
         start = time.perf_counter()
         work()
         times.append(max(world.comm.allgather(time.perf_counter() - start)))
-    return statistics.median(times[1:])
+    return statistics.median(times[1:] or times)
 
 
 def copies(resharder: Resharder, num_bytes: int, bucket_bytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -99,39 +98,75 @@ def copies(resharder: Resharder, num_bytes: int, bucket_bytes: int) -> tuple[Cal
     return ours, plain
 
 
-def measure(world: World, repeats: int, bucket_mib: int) -> list[dict[str, Any]]:
+def measure(world: World, platform: Platform, repeats: int, bucket_mib: int) -> list[dict[str, Any]]:
     """All times, as rows of bench.json."""
-    weights = megatron_weights(world)
-    engine = {p.name: shard(p, 0).fill_(0) for p in engine_layout(SHAPE, ROLLOUT_TP)}
-    bucket = bucket_mib << 20
+    from megatron_reshard import MegatronModel, MpiCopyService, reshard  # Megatron, after the platform is prepared
+
+    trained = MegatronModel.build(SHAPE, TRAINING_TP, platform)
+    fill(trained.weights, world.rank)
+    weights, bucket = trained.weights, bucket_mib << 20
+    engine = {p.name: empty(p) for p in engine_layout(SHAPE, ROLLOUT_TP)}
     resharder = bind_engine(weights, engine, ROLLOUT_TP, world, bucket_bytes=bucket)
-    golden(weights, engine)
-    expected = {name: tensor.clone() for name, tensor in engine.items()}
-    for tensor in engine.values():
-        tensor.zero_()
-    resharder.run()
-    assert all(torch.equal(engine[name], tensor) for name, tensor in expected.items()), "both refits write the same"
-    del expected
+    check_csrc(resharder, weights, engine)
     travels = sum(m.size for r in resharder.rounds for m in r.messages if m.is_send) * 2
+    total = sum(t.numel() for t in engine.values()) * 2
+    other, service = MegatronModel.build(SHAPE, ROLLOUT_TP, platform), MpiCopyService(world)
+    planning_s = seconds(world, lambda: reshard(trained, other, service), 0)
+    check_megatron(weights, other.weights)
+
     ours, plain = copies(resharder, travels, bucket)
     copy_s, plain_s = seconds(world, ours, repeats), seconds(world, plain, repeats)
-    refit_s, golden_s = (
-        seconds(world, resharder.run, repeats),
-        seconds(world, lambda: golden(weights, engine), repeats),
-    )
+    refit_s = seconds(world, resharder.run, repeats)
+    golden_s = seconds(world, lambda: golden(weights, engine), repeats)
+    megatron_s = seconds(world, lambda: reshard(trained, other, service), repeats)
+    memcpy_s = seconds(world, memcpy(total), repeats)
     check_s = seconds(world, resharder.check, 1)
-    total = sum(t.numel() for t in engine.values()) * 2
     where = f"{world.size} ranks, bf16, TP {TRAINING_TP} -> {ROLLOUT_TP}, {len(resharder.rounds)} rounds of {bucket_mib} MiB"
+    messages = len(other.module._cached_reshard_plan.recv_ops)
+
+    def rate(name: str, took_s: float) -> dict[str, Any]:
+        bound = f"a plain copy of {total / 1e9:.2f} GB (ratio: its time over this)"
+        return row(f"{name}, rate", total / took_s / 1e9, "GB/s", bound, memcpy_s / took_s)
+
     return [
         row("refit csrc", refit_s, "s", f"{total / 1e9:.2f} GB a rank, {travels / 1e9:.2f} of them sent; {where}", None),
-        row("refit csrc, rate", total / refit_s / 1e9, "GB/s", "bytes of a rank's engine over seconds", None),
+        rate("refit csrc", refit_s),
         row("refit golden, gather and slice", golden_s, "s", "csrc (ratio: golden over csrc)", golden_s / refit_s),
+        rate("refit golden", golden_s),
+        row(
+            "megatron.core.resharding", megatron_s, "s",
+            f"csrc (ratio: Megatron's over csrc); {messages} slices a rank, plan and first run {planning_s:.1f} s",
+            megatron_s / refit_s,
+        ),
+        rate("megatron.core.resharding", megatron_s),
         row(
             "pack and unpack", 2 * travels / copy_s / 1e9, "GB/s",
             "as many bytes in plain copies (ratio: their time over ours; at least 0.8 is the target)", plain_s / copy_s,
         ),
         row("checksum of a refit", check_s, "s", "csrc (ratio: checksum over refit)", check_s / refit_s),
     ]  # fmt: skip
+
+
+def check_csrc(resharder: Resharder, weights: MegatronWeights, engine: dict[str, torch.Tensor]) -> None:
+    """What is timed is right: both refits write the same."""
+    golden(weights, engine)
+    expected = {name: tensor.clone() for name, tensor in engine.items()}
+    for tensor in engine.values():
+        tensor.zero_()
+    resharder.run()
+    assert all(torch.equal(engine[name], tensor) for name, tensor in expected.items()), "csrc differs from golden"
+
+
+def check_megatron(source: MegatronWeights, destination: MegatronWeights) -> None:
+    """Megatron's resharding filled its model with the same weights."""
+    found = dict(destination.export_hf())
+    assert all(torch.equal(found[name], tensor) for name, tensor in source.export_hf()), "Megatron's differs"
+
+
+def memcpy(num_bytes: int) -> Callable[[], None]:
+    """As many bytes from one place to another."""
+    source, destination = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+    return lambda: destination.copy_(source)  # type: ignore[return-value]
 
 
 def row(name: str, value: float, unit: str, bound: str, ratio: float | None) -> dict[str, Any]:
@@ -143,15 +178,15 @@ def main() -> int:
     """Measure, print a table, add the rows to a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each; the median counts")
-    parser.add_argument("--bucket-mib", type=int, default=64, help="weights.bucket_mib")
+    parser.add_argument("--bucket-mib", type=int, default=2, help="weights.bucket_mib; two fit into a core's cache")
     parser.add_argument("--out", type=Path, help="JSON list to add the rows to")
     args = parser.parse_args()
-    world = join_world()
+    world, platform = join_world(), select_platform("cpu")
     if world.size != TRAINING_TP:
         parser.error(f"start it on {TRAINING_TP} ranks: mpirun -n {TRAINING_TP} python benchmarks/refit.py")
-    torch.set_num_threads(1)
+    platform.prepare(world.local_rank)
     init_torch_distributed(world, "gloo", 600.0)
-    rows = measure(world, args.repeats, args.bucket_mib)
+    rows = measure(world, platform, args.repeats, args.bucket_mib)
     if world.rank == 0:
         table = Table("", "value", "unit", "ratio", "bound", title="The refit of a 1-GB model")
         for r in rows:
