@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.resharding.copy_services.base import CopyService
 from megatron.core.resharding.refit import reshard_model_weights
 from torch import Tensor
 
@@ -42,8 +41,27 @@ class MegatronModel:
         return cls(module, MegatronWeights(module, shape, ranks))
 
 
-class MpiCopyService(CopyService):
-    """One message for each slice of each parameter, all started, then waited for; a rank's own slices are copied."""
+class MegatronReshard:
+    """megatron.core.resharding from one model into another."""
+
+    def __init__(self, source: MegatronModel, destination: MegatronModel, world: World) -> None:
+        self._source, self._destination = source, destination
+        self._service = _MpiCopyService(world)
+
+    def run(self) -> None:
+        """Fill the destination; Megatron keeps the plan that the first call makes."""
+        reshard_model_weights([self._source.module], [self._destination.module], self._service)
+
+    @property
+    def num_slices(self) -> int:
+        """That this rank receives, after the first run."""
+        return len(self._destination.module._cached_reshard_plan.recv_ops)
+
+
+class _MpiCopyService:
+    """Megatron's CopyService, of which it calls only what has numbers of tasks: one message for each slice of each parameter,
+    all started, then waited for; a rank's own slices are copied.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -58,12 +76,6 @@ class MpiCopyService(CopyService):
         """Receive into a contiguous tensor."""
         self._receives.append((task_id, tensor, rank))
 
-    def submit_send(self, src_tensor: Tensor, dest_rank: int) -> None:
-        """Megatron calls it where a plan has no numbers of tasks; its planner always gives them."""
-        raise NotImplementedError
-
-    submit_recv = submit_send  # type: ignore[assignment]
-
     @torch.no_grad()
     def run(self) -> None:
         """All that was submitted."""
@@ -76,15 +88,10 @@ class MpiCopyService(CopyService):
                 tensor.copy_(own[task_id])
         for request in requests:
             request.Wait()
-        comm.Barrier()  # Megatron waits in gloo next, where MPI would no longer answer the other rank
+        comm.Barrier()  # as comm/transfers.py: Megatron waits in gloo next
         self._sends.clear()
         self._receives.clear()
 
 
 def _bytes(tensor: Tensor) -> Any:
     return tensor.view(-1).view(torch.uint8).numpy()
-
-
-def reshard(source: MegatronModel, destination: MegatronModel, service: MpiCopyService) -> None:
-    """Fill the destination; Megatron keeps the plan that the first call makes."""
-    reshard_model_weights([source.module], [destination.module], service)

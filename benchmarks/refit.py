@@ -25,7 +25,7 @@ from rich.table import Table
 from rollpacker.comm.world import World, init_torch_distributed, join_world
 from rollpacker.model_shape import ModelShape
 from rollpacker.platform.device import Platform, select_platform
-from rollpacker.weights.layout import ParameterLayout, engine_layout
+from rollpacker.weights.layout import engine_layout
 from rollpacker.weights.refit import MegatronWeights
 from rollpacker.weights.reshard import Resharder, bind_engine
 
@@ -47,11 +47,6 @@ def fill(weights: MegatronWeights, rank: int) -> None:
         tensor.copy_((torch.arange(tensor.numel(), dtype=torch.int32) % period).view(tensor.shape))
 
 
-def empty(parameter: ParameterLayout) -> torch.Tensor:
-    """A parameter of the engine, as vLLM allocates it."""
-    return torch.zeros(parameter.size_of(0), dtype=torch.bfloat16)
-
-
 def golden(weights: MegatronWeights, engine: dict[str, torch.Tensor]) -> None:
     """Gather each tensor, put each of its rows where the engine has it."""
     places: dict[str, tuple[torch.Tensor, int, int]] = {}
@@ -66,14 +61,17 @@ def golden(weights: MegatronWeights, engine: dict[str, torch.Tensor]) -> None:
 
 
 def seconds(world: World, work: Callable[[], Any], repeats: int) -> float:
-    """Median over repeats of the slower rank's time; the first call warms up (with no repeats, it alone counts)."""
-    times = []
-    for _ in range(repeats + 1):
-        world.comm.Barrier()
-        start = time.perf_counter()
-        work()
-        times.append(max(world.comm.allgather(time.perf_counter() - start)))
-    return statistics.median(times[1:] or times)
+    """Median of the slower rank's times; a first call warms up."""
+    slower_rank_seconds(world, work)
+    return statistics.median(slower_rank_seconds(world, work) for _ in range(repeats))
+
+
+def slower_rank_seconds(world: World, work: Callable[[], Any]) -> float:
+    """Of one call."""
+    world.comm.Barrier()
+    start = time.perf_counter()
+    work()
+    return float(max(world.comm.allgather(time.perf_counter() - start)))
 
 
 def copies(resharder: Resharder, num_bytes: int, bucket_bytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -100,29 +98,29 @@ def copies(resharder: Resharder, num_bytes: int, bucket_bytes: int) -> tuple[Cal
 
 def measure(world: World, platform: Platform, repeats: int, bucket_mib: int) -> list[dict[str, Any]]:
     """All times, as rows of bench.json."""
-    from megatron_reshard import MegatronModel, MpiCopyService, reshard  # Megatron, after the platform is prepared
+    from megatron_reshard import MegatronModel, MegatronReshard  # Megatron, after the platform is prepared
 
     trained = MegatronModel.build(SHAPE, TRAINING_TP, platform)
     fill(trained.weights, world.rank)
     weights, bucket = trained.weights, bucket_mib << 20
-    engine = {p.name: empty(p) for p in engine_layout(SHAPE, ROLLOUT_TP)}
+    engine = {p.name: torch.zeros(p.size_of(0), dtype=torch.bfloat16) for p in engine_layout(SHAPE, ROLLOUT_TP)}
     resharder = bind_engine(weights, engine, ROLLOUT_TP, world, bucket_bytes=bucket)
     check_csrc(resharder, weights, engine)
     travels = sum(m.size for r in resharder.rounds for m in r.messages if m.is_send) * 2
     total = sum(t.numel() for t in engine.values()) * 2
-    other, service = MegatronModel.build(SHAPE, ROLLOUT_TP, platform), MpiCopyService(world)
-    planning_s = seconds(world, lambda: reshard(trained, other, service), 0)
+    other = MegatronModel.build(SHAPE, ROLLOUT_TP, platform)
+    megatron = MegatronReshard(trained, other, world)
+    first_s = slower_rank_seconds(world, megatron.run)
     check_megatron(weights, other.weights)
 
     ours, plain = copies(resharder, travels, bucket)
     copy_s, plain_s = seconds(world, ours, repeats), seconds(world, plain, repeats)
     refit_s = seconds(world, resharder.run, repeats)
     golden_s = seconds(world, lambda: golden(weights, engine), repeats)
-    megatron_s = seconds(world, lambda: reshard(trained, other, service), repeats)
+    megatron_s = seconds(world, megatron.run, repeats)
     memcpy_s = seconds(world, memcpy(total), repeats)
     check_s = seconds(world, resharder.check, 1)
     where = f"{world.size} ranks, bf16, TP {TRAINING_TP} -> {ROLLOUT_TP}, {len(resharder.rounds)} rounds of {bucket_mib} MiB"
-    messages = len(other.module._cached_reshard_plan.recv_ops)
 
     def rate(name: str, took_s: float) -> dict[str, Any]:
         bound = f"a plain copy of {total / 1e9:.2f} GB (ratio: its time over this)"
@@ -135,7 +133,7 @@ def measure(world: World, platform: Platform, repeats: int, bucket_mib: int) -> 
         rate("refit golden", golden_s),
         row(
             "megatron.core.resharding", megatron_s, "s",
-            f"csrc (ratio: Megatron's over csrc); {messages} slices a rank, plan and first run {planning_s:.1f} s",
+            f"csrc (ratio: Megatron's over csrc); {megatron.num_slices} slices a rank, plan and first run {first_s:.1f} s",
             megatron_s / refit_s,
         ),
         rate("megatron.core.resharding", megatron_s),

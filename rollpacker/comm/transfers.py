@@ -33,3 +33,11 @@ class BufferTransfers:
         """Wait for a round."""
         for request in self._requests.pop(number):
             request.Wait()
+
+    def end(self) -> None:
+        """Wait until every rank has finished all its rounds. Collective.
+
+        Open MPI may hold back the end of a message until its receiver calls MPI again. Without this, the receiver could go
+        on to a collective of gloo that the sender, still waiting for that end, never joins.
+        """
+        self._comm.Barrier()

@@ -115,9 +115,7 @@ class Resharder:
 
         threads = torch.get_num_threads()
         self.kernels.run_on_host(*self.tables, send, receive, threads, start, transfers.finish)
-        # Open MPI may hold back the end of a message until this rank calls MPI again. Next it may wait for another rank in
-        # gloo, and that one for the message.
-        self._comm.Barrier()
+        transfers.end()
 
     @torch.no_grad()
     def check(self) -> None:
