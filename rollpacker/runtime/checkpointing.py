@@ -131,7 +131,7 @@ class Checkpointer:
         assert save.thread is not None
         save.thread.join()
         self.check()
-        self._world.comm.Barrier()
+        self._world.wait_for_all()
         self._save = None
 
     def _write_mine(self, folder: Path, pending: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who waits - for another replica to decode, for a reward - holds no core and keeps nobody from going on."""
+"""Who waits - for another rank, for a replica to decode, for a reward - holds no core and keeps nobody from going on."""
 
 from __future__ import annotations
 
@@ -19,9 +19,20 @@ from rollpacker.rollout.engine import SamplingLaw
 from rollpacker.runtime.rollout import LiveRollout, place
 from rollpacker.types import Request, Response
 
+LATE_S = 2.0
 DECODE_S = 1.0
 REWARD_S = 1.0
 EXAMPLE = Example("p", "prompt", (1, 2), "", "default")
+
+
+def test_waiting_for_a_late_rank_holds_no_core(world: World) -> None:
+    """Such as one that compiles its engine while the others found theirs compiled."""
+    world.comm.Barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    assert world.agree(lambda: time.sleep(LATE_S if world.rank == 0 else 0.0)) is None
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    assert wall >= 0.9 * LATE_S
+    assert cpu <= 0.25 * wall
 
 
 class SleepingEngine:

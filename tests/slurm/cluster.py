@@ -69,11 +69,13 @@ _NODE = (
     "CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=8000 Gres=gpu:{gpus} State=UNKNOWN\n"
 )
 # What a site sets for its own network. Fake nodes share a name and /dev/shm, and Open MPI's shared memory between two of
-# them crashes, since it takes each other's files for its own: TCP over loopback then. More ranks than cores must yield.
+# them crashes, since it takes each other's files for its own: TCP over loopback then. More ranks than cores must yield. What
+# torch compiled for this machine is as good on any of them; with a TMPDIR of its own each would compile vLLM's model anew.
 _TASK_PROLOG = """\
 #!/bin/sh
 mkdir -p {root}/tmp/$SLURMD_NODENAME
 echo export TMPDIR={root}/tmp/$SLURMD_NODENAME
+echo export TORCHINDUCTOR_CACHE_DIR={compiled}
 if [ "${{SLURM_JOB_NUM_NODES:-1}}" -gt 1 ]; then echo export OMPI_MCA_btl=self,tcp; fi
 echo export OMPI_MCA_btl_tcp_if_include=lo
 echo export OMPI_MCA_oob_tcp_if_include=lo
@@ -142,7 +144,8 @@ class Cluster:
         gpus = f"NodeName=n[1-{self.num_nodes}] Name=gpu File={root}/dev/nvidia[0-{self._gpus - 1}]"
         (root / "etc" / "gres.conf").write_text(f"AutoDetect=off\n{gpus}\n")
         prolog = root / "etc" / "task_prolog"
-        prolog.write_text(_TASK_PROLOG.format(root=root))
+        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"  # torch's own default
+        prolog.write_text(_TASK_PROLOG.format(root=root, compiled=compiled))
         prolog.chmod(0o755)
 
     def _start(self) -> None:
