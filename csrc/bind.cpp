@@ -63,13 +63,14 @@ struct Host {
   int threads;
   nb::callable start, finish;
 
-  void copy(const Batch& batch) {
+  void copy(const Batch& batch, Stores stores) {
     nb::gil_scoped_release release;
-    copy_cpu(batch, threads);
+    copy_cpu(batch, threads, stores);
   }
-  void pack(int64_t k) { copy(pack_table.round(k, 0, send_buffers[k % 2])); }
-  void copy_local(int64_t k) { copy(local_table.round(k, 0, 0)); }
-  void unpack(int64_t k) { copy(unpack_table.round(k, receive_buffers[k % 2], 0)); }
+  // A buffer is read at once; the engine's weights only when all of them are there.
+  void pack(int64_t k) { copy(pack_table.round(k, 0, send_buffers[k % 2]), Stores::kCached); }
+  void copy_local(int64_t k) { copy(local_table.round(k, 0, 0), Stores::kPastCache); }
+  void unpack(int64_t k) { copy(unpack_table.round(k, receive_buffers[k % 2], 0), Stores::kPastCache); }
   void start_exchange(int64_t k) { start(k); }
   void finish_exchange(int64_t k) { finish(k); }
 };
@@ -93,14 +94,15 @@ void run_on_host(const BoundTable& pack, const BoundTable& local, const BoundTab
 }
 
 // All rounds of a table at once; lanes > 0 runs the CUDA kernel's body on the CPU.
-void copy_all(const BoundTable& table, int64_t source_base, int64_t destination_base, int threads, int lanes) {
+void copy_all(const BoundTable& table, int64_t source_base, int64_t destination_base, int threads, int lanes,
+              bool past_cache) {
   nb::gil_scoped_release release;
   for (int64_t k = 0; k < table.num_rounds(); ++k) {
     const Batch batch = table.table().round(k, source_base, destination_base);
     if (lanes > 0) {
       copy_emulated(batch, lanes);
     } else {
-      copy_cpu(batch, threads);
+      copy_cpu(batch, threads, past_cache ? Stores::kPastCache : Stores::kCached);
     }
   }
 }
@@ -115,7 +117,7 @@ NB_MODULE(_reshard, m) {
       .def(nb::init<Rows, Numbers, int, int>(), nb::arg("segments").noconvert(), nb::arg("bounds").noconvert(),
            nb::arg("source_dtype"), nb::arg("destination_dtype"));
   m.def("copy", &copy_all, nb::arg("table"), nb::arg("source_base") = 0, nb::arg("destination_base") = 0,
-        nb::arg("threads") = 1, nb::arg("lanes") = 0);
+        nb::arg("threads") = 1, nb::arg("lanes") = 0, nb::arg("past_cache") = false);
   m.def("run_on_host", &run_on_host, nb::arg("pack"), nb::arg("local"), nb::arg("unpack"), nb::arg("send_buffers"),
         nb::arg("receive_buffers"), nb::arg("threads"), nb::arg("start"), nb::arg("finish"));
 #ifdef ROLLPACKER_WITH_CUDA

@@ -21,14 +21,16 @@ void test_both_ways_equal_a_plain_loop() {
         const std::vector<char> source = random_numbers(random, from, table.source_elements);
         // The gaps hold 1s: nothing may be written there.
         std::vector<char> plain(static_cast<size_t>(table.destination_elements * size_of(to)), 1), threads = plain,
-                          kernel = plain;
+                          past_cache = plain, kernel = plain;
         with_types(from, to, [&](auto f, auto t) {
           copy_plainly(table.segments, reinterpret_cast<const decltype(f)*>(source.data()),
                        reinterpret_cast<decltype(t)*>(plain.data()));
         });
         copy_cpu(table.batch(source.data(), threads.data(), from, to), 1 + round % 3);
+        copy_cpu(table.batch(source.data(), past_cache.data(), from, to), 1 + round % 3, Stores::kPastCache);
         copy_emulated(table.batch(source.data(), kernel.data(), from, to), round % 2 ? 256 : 33);
         CHECK(threads == plain);
+        CHECK(past_cache == plain);
         CHECK(kernel == plain);
       }
 }
@@ -37,8 +39,8 @@ void test_both_ways_equal_a_plain_loop() {
 void test_rows_around_a_tile() {
   for (int64_t row : {kTileElements - 1, kTileElements, kTileElements + 1, 5 * kTileElements + 3}) {
     const int64_t rows = 3, pitch = row + 5;
-    std::vector<float> source(static_cast<size_t>(rows * pitch)), threads(source.size(), -1.0f), kernel = threads,
-                       plain = threads;
+    std::vector<float> source(static_cast<size_t>(rows * pitch)), threads(source.size(), -1.0f), past_cache = threads,
+                       kernel = threads, plain = threads;
     for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<float>(i);
     const std::vector<Segment> segments{Segment{0, 0, row, pitch, pitch, 0, row}, Segment{0, 0, row, pitch, pitch, 1, rows * row}};
     const std::vector<int64_t> tile_begin{0, num_tiles(segments[0]), num_tiles(segments[0]) + num_tiles(segments[1])};
@@ -47,9 +49,11 @@ void test_rows_around_a_tile() {
                    reinterpret_cast<int64_t>(source.data()), reinterpret_cast<int64_t>(destination.data())};
     };
     copy_cpu(second_of(threads), 2);
+    copy_cpu(second_of(past_cache), 2, Stores::kPastCache);
     copy_emulated(second_of(kernel), 256);
     copy_plainly<float, float>({segments[1]}, source.data(), plain.data());
     CHECK(threads == plain);
+    CHECK(past_cache == plain);
     CHECK(kernel == plain);
   }
 }

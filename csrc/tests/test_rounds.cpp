@@ -89,11 +89,11 @@ struct Rank {
   }
   void unpack(int64_t k) {
     const Table table{unpacks.data(), unpack_tiles.data(), bounds.data(), kRounds, DType::kBFloat16, DType::kFloat32};
-    copy_cpu(table.round(k, reinterpret_cast<int64_t>(receive[k % 2].data()), 0), 2);
+    copy_cpu(table.round(k, reinterpret_cast<int64_t>(receive[k % 2].data()), 0), 2, Stores::kPastCache);
   }
   void copy_local(int64_t k) {
     const Table table{locals.data(), local_tiles.data(), local_bounds.data(), kRounds, DType::kFloat32, DType::kFloat32};
-    copy_cpu(table.round(k, 0, 0), 1);
+    copy_cpu(table.round(k, 0, 0), 1, Stores::kPastCache);
   }
   void start_exchange(int64_t k) {
     nccl::exchange(communicator, nullptr, messages[k].data(), static_cast<int64_t>(messages[k].size()), send[k % 2].data(),

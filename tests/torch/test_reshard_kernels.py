@@ -19,7 +19,7 @@ from rollpacker.weights.reshard import load_kernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 kernels = load_kernels()
 CODES = dict(zip(DTYPES, (kernels.FLOAT32, kernels.BFLOAT16, kernels.FLOAT16), strict=True))
-WAYS = {"threads": {"threads": 2}, "kernel": {"lanes": 256}}
+WAYS = {"threads": {"threads": 2}, "past the cache": {"threads": 2, "past_cache": True}, "kernel": {"lanes": 256}}
 
 
 def table(source: torch.Tensor, destination: torch.Tensor, segments: list[tuple[int, ...]], num_rounds: int = 1) -> Any:
